@@ -193,8 +193,8 @@ class _PreparedModule:
         tensors = {
             Field.A: self.lora_a,
             Field.B: self.lora_b,
-            Field.FACTOR: self.factor,
-            Field.SHIFT: self.shift,
+            Field.OUTPUT_SCALE: self.factor,
+            Field.OUTPUT_BIAS: self.shift,
             Field.ROWS: self.rows,
             Field.NEW_ROWS: self.new_rows,
         }

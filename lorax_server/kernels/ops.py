@@ -229,7 +229,7 @@ class LoraBatch(DerivedCache):
             return _TargetFlags(*([True] * self.table.shape[1] for _ in range(3)))
         most = self._field_maxima
         low_rank = most[:, Field.RANK] > 0
-        vectors = (most[:, Field.FACTOR] >= 0) | (most[:, Field.SHIFT] >= 0)
+        vectors = (most[:, Field.OUTPUT_SCALE] >= 0) | (most[:, Field.OUTPUT_BIAS] >= 0)
         rows = (most[:, Field.NUM_ROWS] > 0) | (most[:, Field.NUM_NEW_ROWS] > 0)
         return _TargetFlags(low_rank.tolist(), vectors.tolist(), rows.tolist())
 

@@ -180,10 +180,10 @@ def scale_and_shift(out: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTa
     for target in targets:
         for tokens, _, fields in _adapter_segments(lora, target.index):
             local = out[tokens, target.columns]
-            if fields[Field.FACTOR] >= 0:
-                local *= _buffer_matrix(lora, fields[Field.FACTOR], 1, local.shape[1])
-            if fields[Field.SHIFT] >= 0:
-                local += _buffer_matrix(lora, fields[Field.SHIFT], 1, local.shape[1])
+            if fields[Field.OUTPUT_SCALE] >= 0:
+                local *= _buffer_matrix(lora, fields[Field.OUTPUT_SCALE], 1, local.shape[1])
+            if fields[Field.OUTPUT_BIAS] >= 0:
+                local += _buffer_matrix(lora, fields[Field.OUTPUT_BIAS], 1, local.shape[1])
 
 
 def adapt_embedding(out: torch.Tensor, ids: torch.Tensor, lora: LoraBatch, target: EmbeddingTarget) -> None:

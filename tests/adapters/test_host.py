@@ -149,8 +149,8 @@ def extents(adapter: HostAdapter, targets: Mapping[str, AdapterTarget]) -> list[
         sizes = {
             Field.A: fields[Field.RANK] * target.inputs.size,
             Field.B: fields[Field.RANK] * target.outputs.size,
-            Field.FACTOR: target.outputs.size,
-            Field.SHIFT: target.outputs.size,
+            Field.OUTPUT_SCALE: target.outputs.size,
+            Field.OUTPUT_BIAS: target.outputs.size,
             Field.ROW_IDS: fields[Field.NUM_ROWS] * 4 // adapter.buffer.itemsize,
             Field.ROWS: fields[Field.NUM_ROWS] * size,
             Field.NEW_ROWS: fields[Field.NUM_NEW_ROWS] * size,
@@ -255,19 +255,19 @@ def test_dora_becomes_factor_and_bias_shift(group: FakeGroup, bias: torch.Tensor
     factor = present(weights.magnitude) / (BASE + delta).norm(dim=1)
     shift = (BIAS if bias is None else bias) - BIAS * factor
     size = target.outputs.size
-    torch.testing.assert_close(found.piece(Field.FACTOR, size), target.outputs.select(factor, 0))
-    torch.testing.assert_close(found.piece(Field.SHIFT, size), target.outputs.select(shift, 0))
+    torch.testing.assert_close(found.piece(Field.OUTPUT_SCALE, size), target.outputs.select(factor, 0))
+    torch.testing.assert_close(found.piece(Field.OUTPUT_BIAS, size), target.outputs.select(shift, 0))
 
 
 def test_bias_becomes_shift() -> None:
     new, added, target = normal(VOCAB, seed=6), normal(VOCAB, seed=7), make_target(TargetKind.LINEAR)
     alone = Prepared(ModuleWeights(bias=new), target)
-    assert alone.present() == {Field.SHIFT}
-    torch.testing.assert_close(alone.piece(Field.SHIFT, VOCAB), new - BIAS)
+    assert alone.present() == {Field.OUTPUT_BIAS}
+    torch.testing.assert_close(alone.piece(Field.OUTPUT_BIAS, VOCAB), new - BIAS)
     low_rank = Prepared(replace(factors(TargetKind.LINEAR), lora_bias=added), replace(target, bias=None))
-    torch.testing.assert_close(low_rank.piece(Field.SHIFT, VOCAB), added * SCALE)
+    torch.testing.assert_close(low_rank.piece(Field.OUTPUT_BIAS, VOCAB), added * SCALE)
     both = Prepared(replace(factors(TargetKind.LINEAR), lora_bias=added, bias=new), target)
-    torch.testing.assert_close(both.piece(Field.SHIFT, VOCAB), new - BIAS + added * SCALE)
+    torch.testing.assert_close(both.piece(Field.OUTPUT_BIAS, VOCAB), new - BIAS + added * SCALE)
 
 
 def test_only_one_rank_adds_shift() -> None:
@@ -279,9 +279,9 @@ def test_only_one_rank_adds_shift() -> None:
 @pytest.mark.parametrize("bias", [None, BASE[3]], ids=["base bias", "own bias"])
 def test_norm_weight_becomes_factor(bias: torch.Tensor | None) -> None:
     found = Prepared(ModuleWeights(weight=BASE[2], bias=bias), make_target(TargetKind.NORM))
-    assert found.present() == {Field.FACTOR, Field.SHIFT}
+    assert found.present() == {Field.OUTPUT_SCALE, Field.OUTPUT_BIAS}
     x = normal(SIZE, seed=6)
-    adapted = (x * BASE[0] + BASE[1]) * found.piece(Field.FACTOR, SIZE) + found.piece(Field.SHIFT, SIZE)
+    adapted = (x * BASE[0] + BASE[1]) * found.piece(Field.OUTPUT_SCALE, SIZE) + found.piece(Field.OUTPUT_BIAS, SIZE)
     torch.testing.assert_close(adapted, x * BASE[2] + (BASE[1] if bias is None else bias), rtol=1e-5, atol=1e-5)
 
 
@@ -316,7 +316,7 @@ def test_dora_on_embedding_and_head(name: str, kind: TargetKind) -> None:
     found = Prepared(weights, make_target(kind))
     norms = merged_rows(BASE, replace(weights, magnitude=None), kind).norm(dim=0 if kind is TargetKind.EMBEDDING else 1)
     size = SIZE if kind is TargetKind.EMBEDDING else VOCAB
-    torch.testing.assert_close(found.piece(Field.FACTOR, size), (weights.magnitude / norms)[:size])
+    torch.testing.assert_close(found.piece(Field.OUTPUT_SCALE, size), (weights.magnitude / norms)[:size])
     assert found.fields[Field.NUM_NEW_ROWS] == vocab_size - VOCAB
     if vocab_size > VOCAB:
         expected = merged_rows(BASE, weights, kind)[VOCAB:]

@@ -632,7 +632,7 @@ def lora_batch(
             if rank:
                 fields[Field.A] = buffer.add(normal(rank, inputs, seed=seed) / math.sqrt(inputs))
                 fields[Field.B] = buffer.add(normal(rank, outputs, seed=seed + 1) / math.sqrt(rank))
-            for having, field in ((factors, Field.FACTOR), (shifts, Field.SHIFT)):
+            for having, field in ((factors, Field.OUTPUT_SCALE), (shifts, Field.OUTPUT_BIAS)):
                 if adapter in having:
                     fields[field] = buffer.add(normal(outputs, seed=seed + field))
     return LoraBatch(
@@ -788,10 +788,10 @@ def test_factor_is_applied_before_shift(layer: str, factors: list[int], shifts: 
         width = LORA_WIDTHS[target.index][1]
         for column in range(width):
             at = 3 + target.columns.start + column
-            if fields[Field.FACTOR] >= 0:
-                expected[token, at] *= batch.buffer[fields[Field.FACTOR] + column]
-            if fields[Field.SHIFT] >= 0:
-                expected[token, at] += batch.buffer[fields[Field.SHIFT] + column]
+            if fields[Field.OUTPUT_SCALE] >= 0:
+                expected[token, at] *= batch.buffer[fields[Field.OUTPUT_SCALE] + column]
+            if fields[Field.OUTPUT_BIAS] >= 0:
+                expected[token, at] += batch.buffer[fields[Field.OUTPUT_BIAS] + column]
     reference.scale_and_shift(local, batch, targets)
     assert torch.equal(wide, expected)  # unchanged tokens and columns must be bitwise equal
 

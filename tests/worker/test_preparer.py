@@ -505,7 +505,7 @@ def test_ranks_prepare_consistently(
 
 
 def _factor(host: HostAdapter, index: int) -> torch.Tensor:
-    start = int(host.table[index, Field.FACTOR])
+    start = int(host.table[index, Field.OUTPUT_SCALE])
     assert start >= 0
     return host.buffer[start : start + 32]
 

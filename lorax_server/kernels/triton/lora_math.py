@@ -18,8 +18,8 @@ ALIGNMENT = tl.constexpr(16)
 NUM_FIELDS = tl.constexpr(len(Field))
 A = tl.constexpr(int(Field.A))
 B = tl.constexpr(int(Field.B))
-FACTOR = tl.constexpr(int(Field.FACTOR))
-SHIFT = tl.constexpr(int(Field.SHIFT))
+FACTOR = tl.constexpr(int(Field.OUTPUT_SCALE))
+SHIFT = tl.constexpr(int(Field.OUTPUT_BIAS))
 RANK = tl.constexpr(int(Field.RANK))
 
 

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from lorax_server.kernels.ops import Field, LoraBatch, LoraTarget
 
-FACTOR, SHIFT = tl.constexpr(int(Field.FACTOR)), tl.constexpr(int(Field.SHIFT))
+FACTOR, SHIFT = tl.constexpr(int(Field.OUTPUT_SCALE)), tl.constexpr(int(Field.OUTPUT_BIAS))
 ELEMENTS_PER_WARP = 1024
 MIN_ELEMENTS_PER_PROGRAM = 1024  # narrow rows share a program
 MAX_ROTATED_PAIRS = 1024  # maximum per program

@@ -119,9 +119,9 @@ def test_mismatched_residual_is_rejected(library: Library) -> None:
 KINDS = [
     [],
     [],
-    [Field.FACTOR],
-    [Field.SHIFT],
-    [Field.FACTOR, Field.SHIFT],
+    [Field.OUTPUT_SCALE],
+    [Field.OUTPUT_BIAS],
+    [Field.OUTPUT_SCALE, Field.OUTPUT_BIAS],
 ]  # vectors of each adapter; 0 is the base model
 RUNS = [(0, 1), (1, 2), (2, 12), (3, 1), (4, 3), (2, 1)]  # adapter, tokens
 

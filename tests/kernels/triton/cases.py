@@ -100,7 +100,7 @@ def lora_batch(
             if rank:
                 fields[Field.A] = buffer.add(normal(rank, inputs, seed=seed) / math.sqrt(inputs))
                 fields[Field.B] = buffer.add(normal(rank, width, seed=seed + 1) / math.sqrt(rank))
-            for having, field in ((factors, Field.FACTOR), (shifts, Field.SHIFT)):
+            for having, field in ((factors, Field.OUTPUT_SCALE), (shifts, Field.OUTPUT_BIAS)):
                 if adapter in having:
                     fields[field] = buffer.add(normal(width, seed=seed + field))
     widths = [(inputs, inputs)] * FIRST_TARGET + [(inputs, width) for width in outputs]

@@ -67,7 +67,7 @@ def embedding_batch(width: int, runs: Runs, dtype: torch.dtype, device: torch.de
             fields[Field.ROWS] = buffer.add(normal(len(adapter.row_ids), width, seed=seed + 2))
         if adapter.new:
             fields[Field.NEW_ROWS] = buffer.add(normal(adapter.new, width, seed=seed + 3))
-        for has, field in ((adapter.has_factor, Field.FACTOR), (adapter.has_shift, Field.SHIFT)):
+        for has, field in ((adapter.has_factor, Field.OUTPUT_SCALE), (adapter.has_shift, Field.OUTPUT_BIAS)):
             if has:
                 fields[field] = buffer.add(normal(width, seed=seed + 4 + field))
     return make_batch(buffer.join(device), table, [(HELD, width)] * 3, runs)
@@ -90,9 +90,9 @@ def expected_rows(rows: torch.Tensor, ids: list[int], batch: LoraBatch, adds_new
             low_rank = take(Field.A, local, adapter.rank) * float(batch.scales[index, TARGET])
             out[place] += low_rank @ buffer[fields[Field.B] :][: adapter.rank * width].view(-1, width)
         if adapter.has_factor:
-            out[place] *= take(Field.FACTOR, 0)
+            out[place] *= take(Field.OUTPUT_SCALE, 0)
         if adapter.has_shift:
-            out[place] += take(Field.SHIFT, 0)
+            out[place] += take(Field.OUTPUT_BIAS, 0)
         if adds_new_rows and adapter.new and token >= VOCAB:
             out[place] = take(Field.NEW_ROWS, token - VOCAB)
     return out
@@ -132,5 +132,5 @@ def test_rank_without_vocabulary_has_only_new_rows(device: torch.device) -> None
     target = EmbeddingTarget(TARGET, range(VOCAB, VOCAB), VOCAB, True)
     TritonOps().adapt_embedding(rows, torch.tensor([5, 70, 69], device=device), batch, target)
     fields, buffer = batch.host_table[4, TARGET], batch.buffer
-    shift, new = (buffer[fields[field] :][:40] for field in (Field.SHIFT, Field.NEW_ROWS))
+    shift, new = (buffer[fields[field] :][:40] for field in (Field.OUTPUT_BIAS, Field.NEW_ROWS))
     assert torch.equal(rows, torch.stack([shift, new, shift]))

@@ -88,7 +88,7 @@ def adapters(size: int, dtype: torch.dtype, device: torch.device) -> LoraBatch:
     buffer = torch.full((7 * size,), math.nan)
     table = torch.full((5, 3, len(Field)), -1)
     at = 0
-    for adapter, fields in enumerate([[], [], [Field.FACTOR], [Field.SHIFT], [Field.FACTOR, Field.SHIFT]]):
+    for adapter, fields in enumerate([[], [], [Field.OUTPUT_SCALE], [Field.OUTPUT_BIAS], [Field.OUTPUT_SCALE, Field.OUTPUT_BIAS]]):
         for field in fields:
             at += size // 2
             buffer[at : at + size] = normal(size, seed=adapter * 10 + field)
