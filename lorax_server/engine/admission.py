@@ -93,8 +93,10 @@ class Backlog:
 
     def estimate_tokens(self, request: Request) -> float:
         """Estimate a request's total number of prompt and completion tokens."""
-        most = request.stop.max_new_tokens
-        return len(request.prompt_ids) + (most if self._mean_generated is None else min(most, self._mean_generated))
+        max_new_tokens = request.stop.max_new_tokens
+        return len(request.prompt_ids) + (
+            max_new_tokens if self._mean_generated is None else min(max_new_tokens, self._mean_generated)
+        )
 
     def estimate_seconds(self, num_tokens: float) -> float:
         """Estimate the time for computing `num_tokens` in seconds. The estimate is 0 before the first step."""

@@ -330,15 +330,15 @@ class Engine:
 
 def _build_masks(ready: Sequence[tuple[int, GrammarState]], step: SubmittedStep) -> StepMasks:
     """Return the token masks for a step. For forced tokens, the mask allows only the first forced token."""
-    words, forced = [], []
-    for number, state in ready:
-        mask, tokens = state.words, state.forced
+    masks, forced = [], []
+    for index, state in ready:
+        mask, tokens = state.mask, state.forced
         if not tokens:
-            words.append(mask)
+            masks.append(mask)
             continue
         only = np.zeros_like(mask)
         only.view(np.uint32)[tokens[0] // 32] = 1 << tokens[0] % 32
-        words.append(only)
-        if following := tuple(tokens[1 : 1 + step.max_forced_tokens(number)]):
-            forced.append((number, following))
-    return StepMasks(np.array([number for number, _ in ready], np.int64), words, tuple(forced))
+        masks.append(only)
+        if following := tuple(tokens[1 : 1 + step.max_forced_tokens(index)]):
+            forced.append((index, following))
+    return StepMasks(np.array([index for index, _ in ready], np.int64), masks, tuple(forced))

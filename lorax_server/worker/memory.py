@@ -158,19 +158,19 @@ def count_blocks(
     Raise ConfigError if no block fits.
     """
     size, needed = block_bytes(model, config.block_size), sum(step_memory or ())
-    most = -(-max_num_seqs * max_length // config.block_size)
+    max_blocks = -(-max_num_seqs * max_length // config.block_size)
     if is_host(model.device):
         free = max(0, free_bytes() - GRAMMAR_CACHE_BYTES)
         available = free // CPU_CACHE_DIVISOR if config.cache_bytes is None else config.cache_bytes
     else:
         usable, free = _get_free_gpu_bytes(config, model.device)
         available = usable - needed if config.cache_bytes is None else config.cache_bytes
-        if min(available // size, most) * size > free - needed:
+        if min(available // size, max_blocks) * size > free - needed:
             raise ConfigError(
                 f"cache_bytes = {available} does not fit: {free} bytes of GPU memory are free and steps need {needed}; "
                 "lower cache_bytes, adapter_bytes, max_num_seqs or max_step_tokens"
             )
-    count = min(available // size, most)
+    count = min(available // size, max_blocks)
     if count < 1:
         raise ConfigError(
             f"{available} bytes for the KV cache are less than one block ({size} bytes): raise cache_bytes, or lower "

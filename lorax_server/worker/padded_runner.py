@@ -115,7 +115,7 @@ class PaddedRunner:
     @torch.inference_mode()
     def mask(self, ticket: MaskedPlan, masks: StepMasks) -> StepResult:
         slots = ticket.plan.slots[masks.rows].tolist()
-        return self._run(ticket.plan, dict(zip(slots, masks.words, strict=True)))
+        return self._run(ticket.plan, dict(zip(slots, masks.masks, strict=True)))
 
     def _run(self, plan: StepPlan, masks: Mapping[int, npt.NDArray[np.int32]]) -> StepResult:
         batches = [batch for batch in (self._continue(plan), self._start(plan)) if batch is not None]
@@ -163,8 +163,8 @@ class PaddedRunner:
         masked = [row for row, request in enumerate(batch.requests) if request.id in masks]
         token_masks = None
         if masked:
-            words = [masks[batch.requests[row].id] for row in masked]
-            token_masks = self._mask_uploader.upload(StepMasks(np.array(masked), words), self._model.vocab_size)
+            row_masks = [masks[batch.requests[row].id] for row in masked]
+            token_masks = self._mask_uploader.upload(StepMasks(np.array(masked), row_masks), self._model.vocab_size)
         sampled, logits, caches = self._model.compute(batch, token_masks)
         alternatives = sampled.alternatives.by_row() if sampled.alternatives else {}
         results = {}

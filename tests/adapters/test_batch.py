@@ -76,13 +76,13 @@ def test_lora_batch_contains_arena_and_segments(arena: AdapterArena) -> None:
     assert data.lora.host_table is arena.host_table
     assert data.lora.adapter_indices.dtype == torch.int32
     assert data.lora.adapter_indices.tolist() == [1, 1, 0, 2]
-    assert data.lora.widths.tolist() == [[VOCAB, 4], [4, 4], [4, 6], [4, 8], [4, VOCAB]]
+    assert data.lora.features.tolist() == [[VOCAB, 4], [4, 4], [4, 6], [4, 8], [4, VOCAB]]
 
 
 def test_widths_are_local_sizes(arena: AdapterArena) -> None:
     target = AdapterTarget("x", TargetKind.LINEAR, Shard(8, ((4, 8),)), unsharded(6), slice(0, 6), None, None)
     part = AdapterArena(arena.buffer, arena.table, arena.scales, arena.host_table, [], {"x": target})
-    assert part.widths.tolist() == [[4, 6]]
+    assert part.features.tolist() == [[4, 6]]
 
 
 def test_targets_keep_table_order(arena: AdapterArena) -> None:

@@ -164,7 +164,9 @@ def test_tensors_are_aligned_without_overlap(dtype: torch.dtype) -> None:
     targets, modules = everything()
     adapter = prepare(GivenAdapter(modules, VOCAB + 3), targets, dtype, ALONE)
     pieces = extents(adapter, targets)
-    assert len(pieces) == 2 * 6 + 4 + 2  # embedding and head have no shift, linear has no rows, norm has two vectors
+    assert (
+        len(pieces) == 2 * 6 + 4 + 2
+    )  # embedding and head have no output bias, linear has no rows, norm has two vectors
     for start, _ in pieces:
         assert start * dtype.itemsize % UNIT_BYTES == 0
     stops = [0, *(stop for _, stop in pieces)]
@@ -455,7 +457,7 @@ def run_row_linear(group: ProcessGroup, x: torch.Tensor, adapters: list[ModuleWe
 
 
 def test_dora_on_row_parallel_linear(ranks: RankPool) -> None:
-    """Norms need a sum over ranks, and only one rank adds the shift."""
+    """Norms need a sum over ranks, and only one rank adds the output bias."""
     plain = factors(TargetKind.LINEAR, dora=True)
     own_bias = replace(plain, lora_a=present(plain.lora_a) + 1, bias=BIAS + 2)
     x = normal(16, SIZE, seed=6)

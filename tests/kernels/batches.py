@@ -109,7 +109,10 @@ class LinearCase:
             b = self._take(fields[Field.B], rank, width)
             y = y + self.scales[index, target.index] * (x @ a.t()) @ b
         if with_vectors and fields[Field.OUTPUT_SCALE] >= 0:
-            y = y * self._take(fields[Field.OUTPUT_SCALE], 1, width)[0] + self._take(fields[Field.OUTPUT_BIAS], 1, width)[0]
+            y = (
+                y * self._take(fields[Field.OUTPUT_SCALE], 1, width)[0]
+                + self._take(fields[Field.OUTPUT_BIAS], 1, width)[0]
+            )
         return y
 
     def _take(self, at: int, rows: int, width: int) -> torch.Tensor:

@@ -639,7 +639,7 @@ def lora_batch(
         buffer=torch.cat(buffer.parts).to(dtype),
         table=table,
         scales=torch.arange(table[..., 0].numel()).view(table.shape[:2]) % 5 * 0.25 + 0.25,
-        widths=torch.tensor(LORA_WIDTHS),
+        features=torch.tensor(LORA_WIDTHS),
         adapter_indices=torch.tensor([adapter for adapter, length in runs for _ in range(length)], dtype=torch.int32),
         host_table=table,
         bounds=[sum(length for _, length in runs[:count]) for count in range(len(runs) + 1)],

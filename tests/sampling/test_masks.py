@@ -144,4 +144,4 @@ def test_select_masks_of_some_rows() -> None:
     masks = TokenMasks(torch.tensor([5, 1, 3]), torch.tensor([[50], [10], [30]], dtype=torch.int32))
     taken = masks.select(torch.tensor([0, 3, 5]), 6)
     assert taken.rows.tolist() == [0, 1, 2]
-    assert taken.words.tolist() == [[-1], [30], [50]]
+    assert taken.masks.tolist() == [[-1], [30], [50]]

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from lorax_server.scale.placement import (
+    POPULAR_EXTRA_REQUESTS,
     UNPOPULAR_EXTRA_REQUESTS,
     UNPOPULAR_LOAD_RATIO,
-    POPULAR_EXTRA_REQUESTS,
     ReplicaChooser,
     Report,
     RoutingKey,
@@ -136,7 +136,9 @@ def test_unpopular_adapter_moves_only_above_load_limit(placement: ReplicaChooser
     adapter = hash_name("x")
     first, second, *_ = placement.rank(adapter)
     placement.set_report(first, Report(device={adapter}), 0)
-    assert {choose(placement, f"another-{index}") for index in range(100)} == set(REPLICAS)  # so that no adapter is popular
+    assert {choose(placement, f"another-{index}") for index in range(100)} == set(
+        REPLICAS
+    )  # so that no adapter is popular
     # All requests are there: the mean is a quarter of them.
     limit = UNPOPULAR_EXTRA_REQUESTS / (1 - UNPOPULAR_LOAD_RATIO / len(REPLICAS))
     placement.set_load(first, math.floor(limit))

@@ -201,8 +201,8 @@ def test_batched_masks_equal_single_masks(num_timed: int, driver: Driver, monkey
         assert set(found) == set(requests)
         tokens = []
         for request_id, following in found.items():
-            assert np.array_equal(following.words, states[request_id].words)
-            tokens.append((request_id, int(random.choice(list_allowed(following.words)))))
+            assert np.array_equal(following.mask, states[request_id].mask)
+            tokens.append((request_id, int(random.choice(list_allowed(following.mask)))))
             states[request_id].consume(tokens[-1][1])
         driver.structured_output.advance(tokens)
 
@@ -215,7 +215,7 @@ def test_forced_tokens_are_consumed_ahead(driver: Driver) -> None:
     driver.consume(request_id, driver.allowed(request_id)[0])
     following = driver.structured_output.collect_masks([request_id], TIMEOUT_S)[request_id]
     assert driver.tokenizer.decode(following.forced) == "Q" * 12
-    assert driver.tokenizer.decode([list_allowed(following.words)[0]]) == "a"
+    assert driver.tokenizer.decode([list_allowed(following.mask)[0]]) == "a"
 
 
 def test_forced_tokens_per_step_are_limited(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +224,7 @@ def test_forced_tokens_per_step_are_limited(driver: Driver, monkeypatch: pytest.
     driver.consume(request_id, driver.allowed(request_id)[0])
     following = driver.structured_output.collect_masks([request_id], TIMEOUT_S)[request_id]
     assert len(following.forced) == 5
-    assert len(list_allowed(following.words)) == 1
+    assert len(list_allowed(following.mask)) == 1
 
 
 def test_fast_forward_is_disabled_for_many_completions(model: Path) -> None:
@@ -271,7 +271,7 @@ def test_panic_in_forced_tokens_fails_only_its_completion(driver: Driver, monkey
         consume_forced(state, max_forced)
 
     monkeypatch.setattr(GrammarState, "consume_forced", panic)
-    driver.structured_output.advance([(each, list_allowed(found[each].words)[0]) for each in (wrong, right)])
+    driver.structured_output.advance([(each, list_allowed(found[each].mask)[0]) for each in (wrong, right)])
     assert driver.allowed(right)
     assert not driver.allowed(wrong)
     errors = dict(driver.structured_output.pop_results())
@@ -289,8 +289,8 @@ def test_forced_tokens_equal_single_token_masks(pattern: str, driver: Driver) ->
             assert driver.allowed(alone) == [token_id]
             driver.structured_output.advance([(ahead, token_id), (alone, token_id)])
             forced += 1
-        assert driver.allowed(alone) == list_allowed(following.words)
-        token_id = int(random.choice(list_allowed(following.words)))
+        assert driver.allowed(alone) == list_allowed(following.mask)
+        token_id = int(random.choice(list_allowed(following.mask)))
         if token_id == EOS_ID:
             break
         driver.structured_output.advance([(ahead, token_id), (alone, token_id)])
@@ -533,7 +533,7 @@ def follow(driver: Driver, request_id: int) -> list[int]:
     token_ids: list[int] = []
     while True:
         following = driver.structured_output.collect_masks([request_id], TIMEOUT_S)[request_id]
-        token_id = following.forced[0] if following.forced else list_allowed(following.words)[0]
+        token_id = following.forced[0] if following.forced else list_allowed(following.mask)[0]
         if token_id == EOS_ID:
             return token_ids
         token_ids.append(token_id)

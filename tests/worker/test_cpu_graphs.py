@@ -225,13 +225,13 @@ def test_adapters_moved_and_replaced_between_steps() -> None:
 def test_rotary_tables_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rotary, "INITIAL_TABLE_ROWS", 8)
     eager, recorded = make_pair(make_model("llama-gqa", CPU), [])
-    rows = recorded.graphs._room
+    rows = recorded.graphs._rotary_capacity
     recorded.graphs._model = make_model("llama-gqa", CPU)  # with separate tables
     duet = TwoSequencePlans()
     for _ in range(MAX_LENGTH - 2):
         check_step(eager, recorded, duet.plan([0, 0]))
     assert rows == 8
-    assert recorded.graphs._room == 32
+    assert recorded.graphs._rotary_capacity == 32
 
 
 def known_plan(

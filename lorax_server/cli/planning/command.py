@@ -130,8 +130,10 @@ def _add_flags(parser: Parser) -> None:
             number = _number(kind, minimum, maximum)
             group.add_argument(name, type=number, metavar=METAVARS[kind], default=default, help=shown)
             if name in ALIASES:
-                hidden = {"dest": name.lstrip("-").replace("-", "_"), "help": argparse.SUPPRESS}
-                group.add_argument(ALIASES[name], type=number, default=argparse.SUPPRESS, **hidden)
+                key = name.lstrip("-").replace("-", "_")
+                group.add_argument(
+                    ALIASES[name], dest=key, type=number, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+                )
     model.add_argument("--quantize", choices=QUANTIZE, help="fp8-kv stores keys and values as float8")
     adapters.add_argument("--ranks", metavar="RANK:N,...", help="ranks with adapter counts, such as 8:700,64:100")
     adapters.add_argument("--modules", metavar="NAME,...", help="target modules (default: all linear layers)")

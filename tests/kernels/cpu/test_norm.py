@@ -142,7 +142,7 @@ def adapters(size: int, dtype: torch.dtype, runs: list[tuple[int, int]] = RUNS) 
         buffer=buffer.to(dtype),
         table=table,
         scales=torch.ones(len(KINDS), 3),
-        widths=torch.full((3, 2), size),
+        features=torch.full((3, 2), size),
         adapter_indices=torch.tensor(indices, dtype=torch.int32),
         host_table=table,
         bounds=[sum(length for _, length in runs[:count]) for count in range(len(runs) + 1)],

@@ -61,7 +61,7 @@ def empty_table(num_adapters: int, num_targets: int) -> torch.Tensor:
     return table
 
 
-def make_batch(buffer: torch.Tensor, table: torch.Tensor, widths: Sequence[tuple[int, int]], runs: Runs) -> LoraBatch:
+def make_batch(buffer: torch.Tensor, table: torch.Tensor, features: Sequence[tuple[int, int]], runs: Runs) -> LoraBatch:
     device = buffer.device
     indices = [adapter for adapter, length in runs for _ in range(length)]
     scales = torch.arange(table[..., 0].numel()).view(table.shape[:2]) % 5 * 0.25 + 0.25
@@ -69,7 +69,7 @@ def make_batch(buffer: torch.Tensor, table: torch.Tensor, widths: Sequence[tuple
         buffer=buffer,
         table=table.to(device),
         scales=scales.to(device),
-        widths=torch.tensor(widths, device=device),
+        features=torch.tensor(features, device=device),
         adapter_indices=torch.tensor(indices, dtype=torch.int32, device=device),
         host_table=table,
         bounds=[sum(length for _, length in runs[:count]) for count in range(len(runs) + 1)],
@@ -103,18 +103,18 @@ def lora_batch(
             for having, field in ((factors, Field.OUTPUT_SCALE), (shifts, Field.OUTPUT_BIAS)):
                 if adapter in having:
                     fields[field] = buffer.add(normal(width, seed=seed + field))
-    widths = [(inputs, inputs)] * FIRST_TARGET + [(inputs, width) for width in outputs]
-    return make_batch(buffer.join(device), table, widths, runs)
+    features = [(inputs, inputs)] * FIRST_TARGET + [(inputs, width) for width in outputs]
+    return make_batch(buffer.join(device), table, features, runs)
 
 
 FIRST_TARGET = 2
 
 
 def targets_of(layer: Layer) -> list[LoraTarget]:
-    widths = layer[1]
+    features = layer[1]
     return [
-        LoraTarget(FIRST_TARGET + index, slice(sum(widths[:index]), sum(widths[: index + 1])))
-        for index in range(len(widths))
+        LoraTarget(FIRST_TARGET + index, slice(sum(features[:index]), sum(features[: index + 1])))
+        for index in range(len(features))
     ]
 
 
@@ -183,7 +183,7 @@ def widened(batch: LoraBatch) -> LoraBatch:
         buffer=batch.buffer.float().cpu(),
         table=batch.table.cpu(),
         scales=batch.scales.cpu(),
-        widths=batch.widths.cpu(),
+        features=batch.features.cpu(),
         adapter_indices=batch.adapter_indices.cpu(),
         derived={},
     )

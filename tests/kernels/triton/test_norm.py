@@ -84,11 +84,13 @@ def test_layer_norm_strided_heads(dtype: torch.dtype, device: torch.device) -> N
 
 
 def adapters(size: int, dtype: torch.dtype, device: torch.device) -> LoraBatch:
-    """Make four adapters: without vectors, with a factor, a shift, or both. NaN surrounds the vectors."""
+    """Make four adapters: without vectors, with an output scale, an output bias, or both. NaN surrounds the vectors."""
     buffer = torch.full((7 * size,), math.nan)
     table = torch.full((5, 3, len(Field)), -1)
     at = 0
-    for adapter, fields in enumerate([[], [], [Field.OUTPUT_SCALE], [Field.OUTPUT_BIAS], [Field.OUTPUT_SCALE, Field.OUTPUT_BIAS]]):
+    for adapter, fields in enumerate(
+        [[], [], [Field.OUTPUT_SCALE], [Field.OUTPUT_BIAS], [Field.OUTPUT_SCALE, Field.OUTPUT_BIAS]]
+    ):
         for field in fields:
             at += size // 2
             buffer[at : at + size] = normal(size, seed=adapter * 10 + field)
@@ -100,7 +102,7 @@ def adapters(size: int, dtype: torch.dtype, device: torch.device) -> LoraBatch:
         buffer=buffer.to(device, dtype),
         table=table.to(device),
         scales=torch.ones(5, 3, device=device),
-        widths=torch.full((3, 2), size, device=device),
+        features=torch.full((3, 2), size, device=device),
         adapter_indices=indices.to(device),
         host_table=table,
         bounds=[0, 1, 2, 4, 5, 6],
