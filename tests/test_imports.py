@@ -51,13 +51,13 @@ def run(code: str) -> str:
     return done.stdout
 
 
-def test_package_import_is_light() -> None:
+def test_package_import_does_not_load_torch() -> None:
     modules = imported_by("import lorax_server")
     assert "lorax_server" in modules
     assert not modules & {"torch", "numpy", "transformers", "safetensors"}
 
 
-def test_settings_and_errors_import_is_light() -> None:
+def test_config_and_errors_import_does_not_load_torch() -> None:
     modules = imported_by("import lorax_server.config, lorax_server.errors")
     assert not modules & {"torch", "numpy", "transformers", "safetensors"}
 

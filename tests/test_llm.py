@@ -782,7 +782,7 @@ def test_adapter_tokenizer_cache_is_bounded(world: World, tmp_path: Path, monkey
     with LLM(world.model, folders, **SMALL) as llm:
         names = [*folders, "0", "3", "3"]
         completions = llm.generate(["hello"] * len(names), stop=STOP, adapter=names)
-        assert len(llm._tokenizers._heavy) == 2
+        assert len(llm._tokenizers._own) == 2
     assert texts(completions) == [world.answer("hello", "first")[1]] * len(names)
 
 

@@ -23,7 +23,7 @@ SLICES = (
     *(f"{_CHARACTER}{{1,{length}}}" for length in (3, 6, 10, 16, 30)),
     f"{_CHARACTER}+",
 )
-MAX_VOCABULARIES = 8  # adapter vocabularies in the cache; one with 129k tokens takes 60 MB
+MAX_VOCABULARIES = 8  # adapter vocabularies in the cache; one with 129k tokens takes about 66 MB
 MAX_TENANT_VOCABULARIES = 2  # adapter vocabularies that one tenant uses at the same time
 RETRY_S = 60.0  # seconds until a failed build is tried again
 

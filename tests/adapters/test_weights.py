@@ -350,7 +350,7 @@ def test_file_truncated_during_use_raises_error(tmp_path: Path) -> None:
         adapter.load(adapter.modules[-1])
 
 
-def test_file_with_other_stamp_is_rejected(tmp_path: Path) -> None:
+def test_mismatched_file_stamp_is_rejected(tmp_path: Path) -> None:
     path = store(tmp_path) / WEIGHTS_FILE
     config = parse_config(json.loads((tmp_path / CONFIG_FILE).read_text()), "acme/tuned")
     chosen = read_stamp(path)

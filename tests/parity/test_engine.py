@@ -184,7 +184,7 @@ def test_batched_requests_match_single_requests(name: str, device: torch.device,
     assert status.free_blocks == NUM_BLOCKS
 
 
-def test_adapters_of_other_methods(tmp_path: Path) -> None:
+def test_non_lora_adapters_match_peft(tmp_path: Path) -> None:
     cases = [CASES[name] for name in ("ia3", "vera", "llama-gqa-ln-tuning", "saved-block")]
     folders = [tmp_path / f"adapter{number}" for number in range(len(cases))]
     for case, folder in zip(cases, folders, strict=True):

@@ -321,7 +321,7 @@ def test_conversion_limits_cpu_time_and_file_size(
         load_tokenizer(save_vocab_and_merges(tmp_path))
 
 
-def test_hanging_conversion_fails_as_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_conversion_raises_busy_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer, "CONVERT", HANG._replace(wall_s=0.1))
     with pytest.raises(BusyError, match=r"took more than 0\.1 s"):
         load_tokenizer(save_vocab_and_merges(tmp_path))

@@ -273,7 +273,7 @@ def test_resolve_is_handled_during_step(
     stop(peer)
 
 
-def test_other_queries_wait_for_step(peer: Peer) -> None:
+def test_status_query_waits_for_step(peer: Peer) -> None:
     may_go_on = in_a_step(peer)
     peer.send(messages.GetStatus(1))
     peer.send(messages.Resolve(2, (AdapterRef("local", "poet"),)))
