@@ -16,12 +16,12 @@ def test_model_config_needs_only_path() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_supported_dtypes(dtype: str) -> None:
+def test_supported_dtypes_are_accepted(dtype: str) -> None:
     assert ModelConfig(Path("model"), dtype=dtype).dtype == dtype
 
 
 @pytest.mark.parametrize("quantize", QUANTIZE)
-def test_supported_quantizations(quantize: str) -> None:
+def test_supported_quantizations_are_accepted(quantize: str) -> None:
     assert ModelConfig(Path("model"), quantize=quantize).quantize == quantize
 
 
@@ -40,7 +40,7 @@ def test_unknown_quantization_is_rejected(quantize: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:0", "cuda:13"])
-def test_supported_devices(device: str) -> None:
+def test_supported_devices_are_accepted(device: str) -> None:
     assert ModelConfig(Path("model"), device=device).device == device
 
 

@@ -223,7 +223,7 @@ def test_empty_prompt_list_returns_no_completions(llm: LLM) -> None:
     assert llm.generate([], adapter=[]) == []
 
 
-def test_one_adapter_for_all_prompts(world: World, llm: LLM) -> None:
+def test_one_adapter_applies_to_all_prompts(world: World, llm: LLM) -> None:
     expected = [world.answer(text, "second")[1] for text in TEXTS]
     assert texts(llm.generate(TEXTS, stop=STOP, adapter="second")) == expected
 
@@ -423,7 +423,7 @@ def test_error_affects_only_its_thread(world: World, llm: LLM) -> None:
     assert answers[::2] == [[world.answer(text)[1] for text in TEXTS]] * 4
 
 
-def test_stream_is_complete_if_other_thread_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stream_is_complete_if_another_thread_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader sees a token's effects atomically, although the applying thread may stop at any point."""
     expected = "".join(chunk.text for chunk in llm.stream(TEXTS[0], stop=STOP))
     stream = llm.stream(TEXTS[0], stop=STOP)

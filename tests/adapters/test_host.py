@@ -250,7 +250,7 @@ def norm_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("bias", [None, BIAS * 3 - 1], ids=["base bias", "own bias"])
 @pytest.mark.parametrize("group", [ALONE, *TWO_RANKS], ids=["whole", "first", "second"])
 @pytest.mark.usefixtures("norm_rows")
-def test_dora_becomes_factor_and_bias_shift(group: FakeGroup, bias: torch.Tensor | None) -> None:
+def test_dora_becomes_output_scale_and_bias(group: FakeGroup, bias: torch.Tensor | None) -> None:
     target, weights = make_target(TargetKind.LINEAR, group), replace(factors(TargetKind.LINEAR, dora=True), bias=bias)
     found = Prepared(weights, target, group=group)
     delta = SCALE * present(weights.lora_b) @ present(weights.lora_a)
@@ -261,7 +261,7 @@ def test_dora_becomes_factor_and_bias_shift(group: FakeGroup, bias: torch.Tensor
     torch.testing.assert_close(found.piece(Field.OUTPUT_BIAS, size), target.outputs.select(shift, 0))
 
 
-def test_bias_becomes_shift() -> None:
+def test_bias_becomes_output_bias() -> None:
     new, added, target = normal(VOCAB, seed=6), normal(VOCAB, seed=7), make_target(TargetKind.LINEAR)
     alone = Prepared(ModuleWeights(bias=new), target)
     assert alone.present() == {Field.OUTPUT_BIAS}
@@ -272,14 +272,14 @@ def test_bias_becomes_shift() -> None:
     torch.testing.assert_close(both.piece(Field.OUTPUT_BIAS, VOCAB), new - BIAS + added * SCALE)
 
 
-def test_only_one_rank_adds_shift() -> None:
+def test_only_one_rank_adds_output_bias() -> None:
     target = replace(make_target(TargetKind.LINEAR), bias=None, adds_bias=False)
     weights = replace(factors(TargetKind.LINEAR), bias=BIAS, lora_bias=BIAS)
     assert Prepared(weights, target).present() == {Field.A, Field.B}
 
 
 @pytest.mark.parametrize("bias", [None, BASE[3]], ids=["base bias", "own bias"])
-def test_norm_weight_becomes_factor(bias: torch.Tensor | None) -> None:
+def test_norm_weight_becomes_output_scale(bias: torch.Tensor | None) -> None:
     found = Prepared(ModuleWeights(weight=BASE[2], bias=bias), make_target(TargetKind.NORM))
     assert found.present() == {Field.OUTPUT_SCALE, Field.OUTPUT_BIAS}
     x = normal(SIZE, seed=6)
@@ -313,7 +313,7 @@ def with_vocabulary(name: str, kind: TargetKind, *, low_rank: bool, dora: bool) 
 @pytest.mark.parametrize("kind", [TargetKind.HEAD, TargetKind.EMBEDDING])
 @pytest.mark.parametrize("name", VOCABULARIES)
 @pytest.mark.usefixtures("norm_rows")
-def test_dora_on_embedding_and_head(name: str, kind: TargetKind) -> None:
+def test_dora_scales_embedding_and_head(name: str, kind: TargetKind) -> None:
     weights, vocab_size = with_vocabulary(name, kind, low_rank=True, dora=True)
     found = Prepared(weights, make_target(kind))
     norms = merged_rows(BASE, replace(weights, magnitude=None), kind).norm(dim=0 if kind is TargetKind.EMBEDDING else 1)
@@ -456,7 +456,7 @@ def run_row_linear(group: ProcessGroup, x: torch.Tensor, adapters: list[ModuleWe
     return out
 
 
-def test_dora_on_row_parallel_linear(ranks: RankPool) -> None:
+def test_row_parallel_dora_sums_norms_and_adds_bias_once(ranks: RankPool) -> None:
     """Norms need a sum over ranks, and only one rank adds the output bias."""
     plain = factors(TargetKind.LINEAR, dora=True)
     own_bias = replace(plain, lora_a=present(plain.lora_a) + 1, bias=BIAS + 2)

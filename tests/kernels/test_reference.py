@@ -277,14 +277,14 @@ def check_decode(
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("window", [None, 1, 3, 8, 100])
-def test_decode_with_any_block_layout(layout: Layout, block_size: int, window: int | None) -> None:
+def test_decode_with_any_block_layout_matches_loop(layout: Layout, block_size: int, window: int | None) -> None:
     lengths = [7, 1, 10, 4, 9]
     check_decode(layout(lengths, block_size), lengths, block_size, window=window)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1), (8, 2), (1, 1)])
 @pytest.mark.parametrize("layout", [with_gaps, scattered])
-def test_decode_grouped_query_heads(heads: tuple[int, int], layout: Layout) -> None:
+def test_decode_with_grouped_query_heads_matches_loop(heads: tuple[int, int], layout: Layout) -> None:
     lengths = [5, 12, 3]
     check_decode(layout(lengths, 4), lengths, 4, heads=heads)
 
@@ -292,14 +292,14 @@ def test_decode_grouped_query_heads(heads: tuple[int, int], layout: Layout) -> N
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 16, 33])
 @pytest.mark.parametrize("layout", [contiguous, with_gaps, scattered])
 @pytest.mark.parametrize("window", [None, 4])
-def test_decode_single_sequence(length: int, layout: Layout, window: int | None) -> None:
+def test_decode_of_single_sequence_matches_loop(length: int, layout: Layout, window: int | None) -> None:
     check_decode(layout([length], 4), [length], 4, window=window)
 
 
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (0.05, 0.02)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("window", [None, 5])
-def test_decode_float8_cache(scales: tuple[float, float], layout: Layout, window: int | None) -> None:
+def test_decode_with_float8_cache_matches_loop(scales: tuple[float, float], layout: Layout, window: int | None) -> None:
     lengths = [7, 1, 10, 4]
     check_decode(layout(lengths, 4), lengths, 4, cache_dtype=FP8, scales=scales, window=window)
 
@@ -307,7 +307,7 @@ def test_decode_float8_cache(scales: tuple[float, float], layout: Layout, window
 @pytest.mark.parametrize("soft_cap", [0.5, 3.0])
 @pytest.mark.parametrize("layout", [contiguous, with_gaps, scattered])
 @pytest.mark.parametrize("window", [None, 5])
-def test_decode_soft_cap(soft_cap: float, layout: Layout, window: int | None) -> None:
+def test_decode_with_soft_cap_matches_loop(soft_cap: float, layout: Layout, window: int | None) -> None:
     lengths = [7, 1, 10, 4]
     check_decode(layout(lengths, 4), lengths, 4, soft_cap=soft_cap, window=window)
     check_decode(layout([9], 4), [9], 4, soft_cap=soft_cap, window=window, cache_dtype=FP8, scales=(0.05, 0.02))
@@ -316,7 +316,7 @@ def test_decode_soft_cap(soft_cap: float, layout: Layout, window: int | None) ->
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("window", [None, 5])
-def test_decode_half_precision(dtype: torch.dtype, layout: Layout, window: int | None) -> None:
+def test_decode_in_half_precision_matches_loop(dtype: torch.dtype, layout: Layout, window: int | None) -> None:
     lengths = [7, 1, 10, 4]
     check_decode(layout(lengths, 4), lengths, 4, dtype=dtype, window=window, tolerance=2e-2)
 
@@ -434,26 +434,26 @@ def check_prefill(
 
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
-def test_prefill_mixed_lengths(shapes: list[tuple[int, int]], window: int | None) -> None:
+def test_prefill_of_mixed_lengths_matches_loop(shapes: list[tuple[int, int]], window: int | None) -> None:
     check_prefill(shapes, window=window)
 
 
 @pytest.mark.parametrize("layout", [contiguous, descending, shuffled, with_gaps, scattered])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_prefill_with_any_block_layout(layout: Layout, block_size: int) -> None:
+def test_prefill_with_any_block_layout_matches_loop(layout: Layout, block_size: int) -> None:
     check_prefill([(5, 0), (1, 7), (3, 6), (1, 1), (3, 6)], layout=layout, block_size=block_size)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1), (8, 2)])
 @pytest.mark.parametrize("window", [None, 4])
-def test_prefill_grouped_query_heads(heads: tuple[int, int], window: int | None) -> None:
+def test_prefill_with_grouped_query_heads_matches_loop(heads: tuple[int, int], window: int | None) -> None:
     check_prefill(MIXED, heads=heads, window=window)
 
 
 @pytest.mark.parametrize("max_scores", [1, 200, 2**27])
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
-def test_prefill_soft_cap(
+def test_prefill_with_soft_cap_matches_loop(
     heads: tuple[int, int], window: int | None, max_scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reference, "MAX_SCORE_ELEMENTS", max_scores)
@@ -480,7 +480,7 @@ def test_prefill_rounds_new_tokens_to_float8_cache(scales: tuple[float, float], 
 
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("window", [None, 4])
-def test_prefill_half_precision(dtype: torch.dtype, window: int | None) -> None:
+def test_prefill_in_half_precision_matches_loop(dtype: torch.dtype, window: int | None) -> None:
     check_prefill(MIXED, dtype=dtype, window=window, tolerance=2e-2)
 
 
@@ -722,7 +722,7 @@ SINGLE_TOKENS = [(1, 1), (3, 1), (2, 1), (4, 1), (1, 1)]
     ],
     ids=["tokens", "and base", "one long", "around the limit", "long and short", "base around", "even", "uneven"],
 )
-def test_lora_segment_and_rank_combinations(layer: str, ranks: list[list[int]], runs: Runs) -> None:
+def test_lora_with_any_segments_and_ranks_matches_loop(layer: str, ranks: list[list[int]], runs: Runs) -> None:
     check_lora(lora_batch(runs, ranks), LORA_LAYERS[layer])
 
 
@@ -771,7 +771,7 @@ def test_lora_nan_stays_in_its_segment() -> None:
 
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("layer", LORA_LAYERS)
-def test_lora_half_precision(layer: str, dtype: torch.dtype) -> None:
+def test_lora_in_half_precision_matches_loop(layer: str, dtype: torch.dtype) -> None:
     runs = [(1, 1), (2, LONG_SEGMENT_TOKENS), (0, 2), (1, 3), (3, 2)]
     check_lora(lora_batch(runs, MIXED_RANKS, dtype=dtype), LORA_LAYERS[layer], tolerance=4e-2)
 
@@ -779,7 +779,9 @@ def test_lora_half_precision(layer: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("layer", LORA_LAYERS)
 @pytest.mark.parametrize(("factors", "shifts"), [([1, 3], []), ([], [1, 3]), ([1, 2], [2, 3])])
 @pytest.mark.parametrize("length", [1, 3, LONG_SEGMENT_TOKENS - 1, LONG_SEGMENT_TOKENS, LONG_SEGMENT_TOKENS + 9])
-def test_factor_is_applied_before_shift(layer: str, factors: list[int], shifts: list[int], length: int) -> None:
+def test_output_scale_is_applied_before_output_bias(
+    layer: str, factors: list[int], shifts: list[int], length: int
+) -> None:
     runs = [(1, length), (0, 2), (3, 1), (2, length), (4, 2), (3, length), (0, LONG_SEGMENT_TOKENS)]
     batch, targets = lora_batch(runs, [[0] * 4] * 4, factors=factors, shifts=shifts), LORA_LAYERS[layer]
     wide = normal(batch.bounds[-1], 24, seed=1)
@@ -809,7 +811,7 @@ def test_linear_without_adapters_matches_torch(bias: bool, rows: int) -> None:
 
 @pytest.mark.parametrize("with_rank", [False, True])
 @pytest.mark.parametrize("with_vectors", [False, True])
-def test_linear_adds_lora_before_factor_and_shift(with_rank: bool, with_vectors: bool) -> None:
+def test_linear_adds_lora_before_output_scale_and_bias(with_rank: bool, with_vectors: bool) -> None:
     having = [1] if with_vectors else []
     batch = lora_batch([(0, 2), (1, 3)], [[4 * with_rank] * 4], factors=having, shifts=having)
     weights, x = LinearWeights(normal(9, 12, seed=1)), normal(5, 12, seed=2)

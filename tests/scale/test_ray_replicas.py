@@ -65,7 +65,7 @@ def test_ingress_and_replicas_return_same_completions(cluster: Cluster) -> None:
     assert {model["id"] for model in models["data"]} >= {"lorax-demo", *ADAPTERS}  # other tests add more
 
 
-def test_clients_work_unmodified(cluster: Cluster) -> None:
+def test_published_clients_work_unmodified(cluster: Cluster) -> None:
     native_client = lorax.Client(cluster.url, timeout=60)
     sdk = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0)
     try:

@@ -127,7 +127,7 @@ def test_slow_batch_times_its_grammars_again(driver: Driver, monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("one_by_one")
-def test_gather_returns_without_late_masks(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collect_masks_returns_without_late_masks(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     late, ready = driver.start(LETTERS), driver.start(from_regex("[a-c]{9}"))
     gate = Gate(monkeypatch)
     driver.structured_output.advance([(late, driver.allowed(late)[0])])
@@ -336,7 +336,7 @@ def test_running_completions_do_not_exceed_grammar_cache(model: Path, monkeypatc
         driver.close()
 
 
-def test_grammar_of_ended_requests_is_not_compiled(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammar_of_finished_requests_is_not_compiled(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     may_build, ended_grammar = threading.Event(), from_regex("[a-c]{9}")
 
     def build() -> Vocabulary:

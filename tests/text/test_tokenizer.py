@@ -519,7 +519,7 @@ def test_identical_adapter_tokenizer_returns_base_tokenizer(
         ({"tokenizer_class": "GPT2Tokenizer"}, False),
     ],
 )
-def test_config_changes_that_prevent_tokenizer_sharing(
+def test_changed_config_prevents_tokenizer_sharing(
     changes: dict[str, Any], is_shared: bool, plain: TextTokenizer, plain_folder: Path, tmp_path: Path
 ) -> None:
     folder = save(tmp_path, byte_level().tokenizer, **changes)
@@ -530,7 +530,7 @@ def test_config_changes_that_prevent_tokenizer_sharing(
         assert [shared.encode(text) for text in TEXTS] == [wanted(text)["input_ids"] for text in TEXTS]
 
 
-def test_chat_template_from_separate_config(tmp_path: Path) -> None:
+def test_chat_template_is_read_from_separate_config(tmp_path: Path) -> None:
     folder = save(tmp_path / "model", byte_level().tokenizer, chat_template="of the model")
     other = save(tmp_path / "other", byte_level().tokenizer, chat_template="of the file")
     assert load_tokenizer(folder).chat_templates == {"default": "of the model"}

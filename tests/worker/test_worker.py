@@ -288,7 +288,7 @@ def test_pop_prepared_returns_preparer_results(worker: Worker, record: Record) -
     assert worker.pop_prepared() == [Prepared("a")]
 
 
-def test_worker_without_adapters(record: Record) -> None:
+def test_worker_without_adapters_rejects_adapter_operations(record: Record) -> None:
     below: Any = record
     worker = Worker(Capabilities(97, 2, 8, 2, 4), below)
     worker.submit(make_plan(0, [], [0]))
@@ -299,7 +299,7 @@ def test_worker_without_adapters(record: Record) -> None:
     worker.close()
 
 
-def test_model_step_with_and_without_sequences() -> None:
+def test_steps_without_sequences_return_empty_results() -> None:
     worker = build_paged_worker(make_paged("llama-gqa", CPU), CONFIG, FakeGroup())
     worker.submit(make_plan(0))
     assert worker.collect() == StepResult(0, [], [])
@@ -337,7 +337,7 @@ def test_length_dependent_models_have_rope_rule(name: str, rope: RopeRule, max_l
     assert any(isinstance(module, DynamicRotaryEmbedding) for module in model.modules()) == ("dynamic" in name)
 
 
-def test_max_length_of_rope_variants() -> None:
+def test_rope_variant_depends_on_length() -> None:
     assert {RopeRule().variant(length) for length in (1, 10**6)} == {""}
     assert [RopeRule(16).variant(length) for length in (16, 17, 18)] == ["", "long", "long"]
     assert [RopeRule(16, by_length=True).variant(length) for length in (16, 17, 18)] == ["", "17", "18"]
@@ -350,7 +350,7 @@ def capabilities(**settings: Any) -> Capabilities:
     return worker.capabilities
 
 
-def test_capabilities() -> None:
+def test_default_capabilities() -> None:
     found = capabilities()
     assert (found.vocab_size, found.max_num_seqs, found.block_size, found.itemsize) == (97, 3, 4, 4)
     assert (found.max_length, found.num_blocks) == (128, 3 * 128 // 4)  # more could never be used
@@ -415,7 +415,7 @@ def test_model_bytes_counts_shared_tensors_once(tmp_path: Path, ops: Ops | None)
         assert 2 * matrices <= model_bytes(model) - tables - small < 2.5 * matrices
 
 
-def test_block_bytes() -> None:
+def test_block_bytes_match_allocated_cache() -> None:
     model = make_paged("llama-gqa", CPU)
     assert block_bytes(model, 4) == 2 * 3 * 2 * 8 * 4 * 4  # keys and values, layers, heads, size, tokens, float32
     cache = model.allocate_kv_cache(10, 4)
@@ -488,7 +488,7 @@ def test_max_num_seqs_depends_on_device(device: str, total: int, rows: int, monk
     assert memory.find_max_num_seqs(config_of(max_num_seqs=7), torch.device(device)) == 7
 
 
-def test_gpu_memory_report(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_gpu_memory_report_adds_up(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     model: Any = make_paged("llama-gqa", CPU)
     model.device = torch.device("cuda")
     FakeGpu(monkeypatch, free=80 * 10**9, total=100 * 10**9)
@@ -597,7 +597,7 @@ def test_requested_but_unsupported_graphs_are_rejected() -> None:
             uses_graphs(model, config_of(cuda_graphs=True), group)
 
 
-def test_default_adapter_memory() -> None:
+def test_default_adapter_memory_sizes() -> None:
     assert memory.adapter_bytes(config_of(), CPU) == 2**30
     assert memory.adapter_bytes(config_of(adapter_bytes=0), CPU) == 0
     assert memory.adapter_host_bytes(config_of()) == machine_bytes() // 4

@@ -172,7 +172,7 @@ def test_failing_engine_waits_for_acknowledgment(peer: Peer) -> None:
     assert peer._channel._is_acknowledged
 
 
-def test_report_from_other_thread_stops_engine(peer: Peer) -> None:
+def test_report_from_another_thread_stops_engine(peer: Peer) -> None:
     error = EngineError("rank 1 ended")
     peer._channel.report(error)
     peer._channel.report(EngineError("and rank 2"))
@@ -217,7 +217,7 @@ class WatchedEvent(threading.Event):
         return super().wait(timeout)
 
 
-def test_reply_from_other_thread_is_sent_immediately(waiting_peer: Peer) -> None:
+def test_reply_from_another_thread_is_sent_immediately(waiting_peer: Peer) -> None:
     peer = waiting_peer
     peer.engine.wake = WatchedEvent()
     peer.engine.resolve = lambda *_: future  # type: ignore[method-assign]

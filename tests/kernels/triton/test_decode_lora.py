@@ -86,7 +86,7 @@ def test_linear_applies_adapter_of_each_row(
 
 
 @pytest.mark.parametrize(("layer", "dtype", "ranks"), VECTOR_CASES, ids=str)
-def test_linear_with_factors_shifts_and_biases(
+def test_linear_applies_output_scales_and_biases(
     device: torch.device, layer: Layer, dtype: torch.dtype, ranks: str
 ) -> None:
     batch = lora_batch(
@@ -110,7 +110,7 @@ def test_add_lora_changes_only_target_columns(device: torch.device, dtype: torch
     assert torch.equal(out[is_base], before[is_base])
 
 
-def test_nan_rows_and_adapters_do_not_affect_others(device: torch.device) -> None:
+def test_nan_rows_and_adapters_do_not_affect_other_rows(device: torch.device) -> None:
     layer = SMALL_LAYERS[0]
     runs: Runs = [(1, 3), (3, 2), (0, 1), (4, 2), (3, 1)]
     batch = lora_batch(layer, runs, MIXED_RANKS, device=device, dtype=BF16)

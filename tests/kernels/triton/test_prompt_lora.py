@@ -115,7 +115,7 @@ def test_linear_applies_adapter_of_each_token(
 
 
 @pytest.mark.parametrize(("layer", "dtype", "is_long"), VECTOR_CASES, ids=str)
-def test_linear_with_factors_shifts_and_biases(
+def test_linear_applies_output_scales_and_biases(
     device: torch.device, layer: Layer, dtype: torch.dtype, is_long: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_long:
@@ -220,7 +220,7 @@ def test_graph_batch_adapters_are_refreshed_in_place(
 
 
 @pytest.mark.slow
-def test_nan_tokens_and_adapters_do_not_affect_others(device: torch.device) -> None:
+def test_nan_tokens_and_adapters_do_not_affect_other_tokens(device: torch.device) -> None:
     layer = SMALL_LAYERS[2]
     more = 1 if IS_INTERPRETED else 130  # large enough for the prompt kernels
     runs: Runs = [(1, 9), (3, 20), (0, 5), (4, 6), (3, more), (1, more)]

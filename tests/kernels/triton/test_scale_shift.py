@@ -39,7 +39,7 @@ CASES = choose_cases(
 
 
 @pytest.mark.parametrize(("layer", "dtype", "vectors", "runs"), CASES, ids=str)
-def test_factor_is_applied_before_shift(
+def test_output_scale_is_applied_before_output_bias(
     device: torch.device, layer: Layer, dtype: torch.dtype, vectors: tuple[list[int], list[int]], runs: str
 ) -> None:
     factors, shifts = vectors
