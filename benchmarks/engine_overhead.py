@@ -41,13 +41,13 @@ GREEDY, DRAWN = SamplingParams(), SamplingParams(do_sample=True, temperature=0.8
 
 
 class NoModel:
-    """A paged model without computation."""
+    """A paged model that computes nothing: its hidden states are zeros."""
 
     device = torch.device("cpu")
     ops = select_ops(device)
 
     def __init__(self, vocab_size: int) -> None:
-        """With a large vocabulary, a few tokens have nearly all of the probability."""
+        """Create the model. With a large vocabulary, a few tokens have nearly all of the probability."""
         self.logits = -torch.arange(vocab_size).float().repeat(max(SEQUENCES) if vocab_size == VOCAB else 8, 1)
         if vocab_size > VOCAB:
             self.logits.normal_(std=2.0, generator=torch.Generator().manual_seed(0))

@@ -74,7 +74,7 @@ QUICK = Amounts(pairs=1, requests=24, at_once=8, answer=8, streams=48, stream_an
 
 @dataclass(frozen=True)
 class Run:
-    """One load and its cost."""
+    """The results of one run: time, tokens and CPU time."""
 
     seconds: float
     tokens: int
@@ -198,7 +198,7 @@ def measure_shares(quick: bool, num_pairs: int) -> list[Record]:
 
 
 def plain_load(seed: int, at_once: int, answer: int) -> list[LoadRequest]:
-    """Make requests for the base model, at least two."""
+    """Return at least two requests for the base model."""
     chance = random.Random(-1 - seed)
     prompts = ["".join(chance.choices(LETTERS, k=LONG_PROMPT)) for _ in range(max(2, at_once))]
     return [LoadRequest(prompt, None, answer) for prompt in prompts]
@@ -252,7 +252,7 @@ def make_files(folder: Path, shape: dict[str, Any]) -> None:
 
 
 def make_load(seed: int, count: int, answer: int, spread: float) -> list[LoadRequest]:
-    """Make requests. Prompts depend on the seed."""
+    """Return the requests of one run. The seed determines the prompts."""
     chance = random.Random(seed)
     return [
         LoadRequest(

@@ -255,7 +255,10 @@ class _PreparedModule:
         return self.target.shard_factors(lora_a, lora_b)
 
     def _shard_kasa_factors(self, lora_a: torch.Tensor, lora_b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return KaSA factors that also subtract the smallest singular components from the base model matrix."""
+        """Return KaSA factors that also subtract the smallest singular components from the base model matrix.
+
+        Also set `scale` to 1, because the factors include the scale.
+        """
         self.scale, outputs = 1.0, self.target.outputs
         sizes = torch.tensor([outputs.size], device=self._base.device)
         if outputs.size != outputs.full and int(self.group.all_reduce(sizes)) != outputs.full:

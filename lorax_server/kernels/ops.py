@@ -165,8 +165,8 @@ class _TargetFlags(NamedTuple):
 class LoraBatch(DerivedCache):
     """The adapter of each token in a batch, and the locations of all adapter weights.
 
-    All tensors except `host_table` are on the device. A graph is replayed with other adapters at the same addresses, so
-    captured kernels must not depend on the host fields, which are empty during capture.
+    All tensors except `host_table` are on the device. Graphs are replayed with different adapters at the same
+    addresses, so captured kernels must not depend on the host fields, which are empty during capture.
     """
 
     buffer: torch.Tensor  # [num_elements]

@@ -208,7 +208,7 @@ def adapt_embedding(out: torch.Tensor, ids: torch.Tensor, lora: LoraBatch, targe
             out[tokens] += low_rank @ _buffer_matrix(lora, fields[Field.B], rank, width)
     scale_and_shift(out, lora, [LoraTarget(target.index, slice(0, width))])
     for tokens, _, fields in _adapter_segments(lora, target.index) if target.adds_new_rows else ():
-        if count := fields[Field.NUM_NEW_ROWS]:  # factors and shifts do not apply to new rows
+        if count := fields[Field.NUM_NEW_ROWS]:  # output scales and biases do not apply to new rows
             new = (ids[tokens] - target.vocab_size).clamp(0, count - 1)
             rows = _buffer_matrix(lora, fields[Field.NEW_ROWS], count, width)
             out[tokens] = torch.where(ids[tokens, None] >= target.vocab_size, rows[new], out[tokens])

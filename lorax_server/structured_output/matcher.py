@@ -142,7 +142,7 @@ class GrammarState:
         self._set_mask(mask, may_end)
 
     def restart(self, compiled: CompiledGrammar) -> "GrammarState":
-        """Return a state for another compiled grammar that has consumed the same tokens, excluding `forced`."""
+        """Return a new state for the recompiled grammar, after the same tokens except the tokens in `forced`."""
         state = GrammarState(compiled, self._stop, self._fast_forward_below)
         *before, last = self.history[: len(self.history) - len(self.forced)]
         state.matcher.consume_tokens(before)

@@ -77,10 +77,10 @@ class Vocabulary:
         return np.zeros((count, self.mask_bytes // 4), np.int32)
 
     def pop_ends(self, masks: TokenMask) -> npt.NDArray[np.bool_]:
-        """Clear the end-of-text bit in each mask. Return the cleared bits."""
+        """Clear the end-of-text bit and all later bits in each mask. Return the end-of-text bits."""
         word, bit = divmod(self.num_ids, 32)
         last = masks[:, word].astype(np.uint32)
-        masks[:, word] = (last & np.uint32((1 << bit) - 1)).astype(np.int32)  # also clears bits beyond the vocabulary
+        masks[:, word] = (last & np.uint32((1 << bit) - 1)).astype(np.int32)
         return (last >> np.uint32(bit) & np.uint32(1)).astype(np.bool_)
 
     def _encode(self, text: str) -> list[int]:

@@ -8,7 +8,7 @@ const UNKNOWN = "The server rejected this key.";
 
 /** Calls `onAccepted` when the server accepts a key. Returns a function that closes the form after a response. */
 export function startKey(onAccepted) {
-  const [form, field, error, opener, cancel] = ["key-form", "key", "key-error", "key-open", "key-cancel"].map(byId);
+  const [form, field, error, openButton, cancel] = ["key-form", "key", "key-error", "key-open", "key-cancel"].map(byId);
   let isDemanded = false; // the server requires a key; manually opened forms can be closed
 
   const showError = (message) => {
@@ -17,7 +17,7 @@ export function startKey(onAccepted) {
   };
   const show = (isShown) => {
     form.hidden = !isShown;
-    opener.hidden = isShown || !getKey();
+    openButton.hidden = isShown || !getKey();
     cancel.hidden = isDemanded;
   };
   const close = () => {
@@ -33,13 +33,13 @@ export function startKey(onAccepted) {
     if (getKey()) showError(UNKNOWN);
     show(true);
   });
-  opener.addEventListener("click", () => {
+  openButton.addEventListener("click", () => {
     show(true);
     field.focus();
   });
   cancel.addEventListener("click", () => {
     close();
-    opener.focus();
+    openButton.focus();
   });
   byId("key-forget").addEventListener("click", () => {
     setKey("");

@@ -239,7 +239,7 @@ def test_factors_are_transposed_for_all_shapes(rank: int) -> None:
     assert torch.equal(found.piece(Field.B, rank, SIZE), b.t())
 
 
-# --- factors and shifts
+# --- output scales and output biases
 
 
 @pytest.fixture(params=[4, 1024], ids=["in pieces", "at once"])

@@ -14,7 +14,7 @@ ALIGNMENT_ELEMENTS = 128  # 256 bytes, the alignment of LoRA factors
 
 @dataclass(frozen=True)
 class Adapter:
-    """Adapter ranks by target (0: not adapted), and whether the adapter has factors and shifts."""
+    """Adapter ranks by target (0: not adapted), and whether the adapter has output scales and output biases."""
 
     ranks: Sequence[int]
     vectors: bool = False

@@ -617,11 +617,14 @@ def lora_batch(
     runs: Runs,
     ranks: Sequence[Sequence[int]],
     *,
-    factors: Sequence[int] = (),
-    shifts: Sequence[int] = (),
+    output_scales: Sequence[int] = (),
+    output_biases: Sequence[int] = (),
     dtype: torch.dtype = torch.float32,
 ) -> LoraBatch:
-    """Make a batch: adapter `i + 1` has rank `ranks[i][target]`; `factors` and `shifts` list adapters with vectors."""
+    """Make a batch in which adapter `i + 1` has rank `ranks[i][target]`.
+
+    `output_scales` and `output_biases` list the adapters with these vectors.
+    """
     buffer, seed = NanBuffer(), 100
     table = torch.zeros(1 + len(ranks), len(LORA_WIDTHS), len(Field), dtype=torch.long)
     table[:, :, : Field.RANK] = -1
@@ -632,7 +635,7 @@ def lora_batch(
             if rank:
                 fields[Field.A] = buffer.add(normal(rank, inputs, seed=seed) / math.sqrt(inputs))
                 fields[Field.B] = buffer.add(normal(rank, outputs, seed=seed + 1) / math.sqrt(rank))
-            for having, field in ((factors, Field.OUTPUT_SCALE), (shifts, Field.OUTPUT_BIAS)):
+            for having, field in ((output_scales, Field.OUTPUT_SCALE), (output_biases, Field.OUTPUT_BIAS)):
                 if adapter in having:
                     fields[field] = buffer.add(normal(outputs, seed=seed + field))
     return LoraBatch(
@@ -730,7 +733,7 @@ def test_lora_with_any_segments_and_ranks_matches_loop(layer: str, ranks: list[l
     "runs", [[], [(0, 5)], [(0, LONG_SEGMENT_TOKENS + 5)], [(4, 3), (0, 1), (4, LONG_SEGMENT_TOKENS)]]
 )
 def test_lora_without_weights_keeps_output(runs: Runs) -> None:
-    batch = lora_batch(runs, MIXED_RANKS, factors=[1], shifts=[2])
+    batch = lora_batch(runs, MIXED_RANKS, output_scales=[1], output_biases=[2])
     out = normal(batch.bounds[-1], 16, seed=2)
     before = out.clone()
     reference.add_lora(out, normal(len(out), 10, seed=1), batch, LORA_LAYERS["three targets"])
@@ -777,13 +780,16 @@ def test_lora_in_half_precision_matches_loop(layer: str, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("layer", LORA_LAYERS)
-@pytest.mark.parametrize(("factors", "shifts"), [([1, 3], []), ([], [1, 3]), ([1, 2], [2, 3])])
+@pytest.mark.parametrize(("output_scales", "output_biases"), [([1, 3], []), ([], [1, 3]), ([1, 2], [2, 3])])
 @pytest.mark.parametrize("length", [1, 3, LONG_SEGMENT_TOKENS - 1, LONG_SEGMENT_TOKENS, LONG_SEGMENT_TOKENS + 9])
 def test_output_scale_is_applied_before_output_bias(
-    layer: str, factors: list[int], shifts: list[int], length: int
+    layer: str, output_scales: list[int], output_biases: list[int], length: int
 ) -> None:
     runs = [(1, length), (0, 2), (3, 1), (2, length), (4, 2), (3, length), (0, LONG_SEGMENT_TOKENS)]
-    batch, targets = lora_batch(runs, [[0] * 4] * 4, factors=factors, shifts=shifts), LORA_LAYERS[layer]
+    batch, targets = (
+        lora_batch(runs, [[0] * 4] * 4, output_scales=output_scales, output_biases=output_biases),
+        LORA_LAYERS[layer],
+    )
     wide = normal(batch.bounds[-1], 24, seed=1)
     expected, local = wide.clone(), wide[:, 3 : 3 + targets[-1].columns.stop]
     for token, target, fields, _ in token_fields(batch, targets):
@@ -813,7 +819,7 @@ def test_linear_without_adapters_matches_torch(bias: bool, rows: int) -> None:
 @pytest.mark.parametrize("with_vectors", [False, True])
 def test_linear_adds_lora_before_output_scale_and_bias(with_rank: bool, with_vectors: bool) -> None:
     having = [1] if with_vectors else []
-    batch = lora_batch([(0, 2), (1, 3)], [[4 * with_rank] * 4], factors=having, shifts=having)
+    batch = lora_batch([(0, 2), (1, 3)], [[4 * with_rank] * 4], output_scales=having, output_biases=having)
     weights, x = LinearWeights(normal(9, 12, seed=1)), normal(5, 12, seed=2)
     targets = LORA_LAYERS["one target"]
     expected = F.linear(x, weights.plain)

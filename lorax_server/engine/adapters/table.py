@@ -96,7 +96,10 @@ class AdapterTable:
         return self._registry.describe(identities, self._capabilities.itemsize)
 
     def request_load(self, identity: str, pin: bool | None = None) -> None:
-        """Load an adapter to the device. A pinned adapter is not evicted. `pin=None` leaves the pin unchanged."""
+        """Request an adapter load, reported by `pop_loaded` or `pop_failed`. Pinned adapters are not evicted.
+
+        `pin=None` leaves the pin unchanged.
+        """
         entry = self._registry.find_usable(identity, self._clock())
         self._device.pin(entry, entry.is_pinned if pin is None else pin)
         entry.should_unload = False
@@ -264,7 +267,7 @@ class AdapterTable:
         return self._device.is_loading
 
     def submit(self) -> tuple[AdapterOp, ...]:
-        """Return the worker operations to execute before the next step."""
+        """Return the worker operations to execute before the next step, and clear the list."""
         ops = (*self._device.submit(), *self._ops)
         self._ops.clear()
         return ops

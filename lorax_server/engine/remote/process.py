@@ -1,6 +1,6 @@
 """The engine process: receives messages, steps the engine, and sends outputs.
 
-Adapter names are resolved on other threads, so a slow step does not delay requests that are still waiting for
+Adapter names are resolved on separate threads, so a slow step does not delay requests that are still waiting for
 resolution.
 """
 

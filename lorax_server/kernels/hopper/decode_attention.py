@@ -46,7 +46,7 @@ class DecodeVariant:
 
     @property
     def stages(self) -> int:
-        """Return how many pipeline stages fit into shared memory, at max_entries 8.
+        """Return how many pipeline stages fit into shared memory, at most 8.
 
         Two blocks run per SM if at least three stages fit.
         """
@@ -190,7 +190,7 @@ class DecodeAttention:
     ) -> _Scratch:
         """Return scratch memory that is large enough. Older allocations stay valid for captured graphs.
 
-        Sizes are powers of two, so the total is at max_entries twice the largest allocation.
+        Sizes are powers of two, so the total is at most twice the largest allocation.
         """
         num_places, num_counters = num_entries * num_heads, num_seqs * num_kv_heads
         for scratch in self._scratch:

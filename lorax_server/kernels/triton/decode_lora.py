@@ -60,7 +60,7 @@ def apply_adapters(
     *,
     with_vectors: bool,
 ) -> None:
-    """Add LoRA to `out`. With `with_vectors`, also apply factors and shifts before rounding."""
+    """Add LoRA to `out`. With `with_vectors`, also apply output scales and output biases before rounding."""
     rows, inputs = x.shape
     slices, first = len(targets), targets[0].index
     block_k = elements_in(x, SHRINK_BYTES)

@@ -65,7 +65,7 @@ class Registry(CollectorRegistry):
 class Metrics:
     """All metrics in `/metrics`. Not thread-safe: use it from one event loop.
 
-    Durations and token counts are recorded for successful requests only. Failures are counted by kind.
+    Durations and token counts are recorded for successful requests only. Failures are counted by error type.
     """
 
     content_type = CONTENT_TYPE_PLAIN_0_0_4
@@ -185,7 +185,7 @@ class _AdapterMetrics:
     def record_finished(self, record: RequestRecord, failure: str | None) -> None:
         adapter = self._adapter_label(record, failure)
         key = self._label(record.key, self._keys) if record.key else ANONYMOUS_LABEL
-        key_adapter = adapter if self._may_use_label((key, adapter), self._pairs) else OTHER_LABEL
+        key_adapter = adapter if self._add_label((key, adapter), self._pairs) else OTHER_LABEL
         self._requests.labels(adapter).inc()
         self._key_requests.labels(key, key_adapter).inc()
         if failure is not None:
@@ -208,10 +208,10 @@ class _AdapterMetrics:
 
     def _label(self, name: str, labels: set[str]) -> str:
         label = sanitize_label(name)
-        return label if self._may_use_label(label, labels) else OTHER_LABEL
+        return label if self._add_label(label, labels) else OTHER_LABEL
 
-    def _may_use_label(self, label: Hashable, labels: set[Any]) -> bool:
-        """Return True if the label exists or can be added within the label limit."""
+    def _add_label(self, label: Hashable, labels: set[Any]) -> bool:
+        """Add a label. Return False if the label is new and the label limit is reached."""
         if label not in labels and len(labels) >= self._max_labels:
             return False
         labels.add(label)

@@ -84,12 +84,12 @@ def lora_batch(
     *,
     device: torch.device,
     dtype: torch.dtype,
-    factors: Sequence[int] = (),
-    shifts: Sequence[int] = (),
+    output_scales: Sequence[int] = (),
+    output_biases: Sequence[int] = (),
 ) -> LoraBatch:
     """Make a batch: adapter `i + 1` has rank `ranks[i][slice]`, repeated if there are fewer ranks than slices.
 
-    `factors` and `shifts` list adapters with vectors. The layer's targets start at `FIRST_TARGET`.
+    `output_scales` and `output_biases` list adapters with vectors. The layer's targets start at `FIRST_TARGET`.
     """
     inputs, outputs = layer
     buffer, table, seed = NanBuffer(dtype), empty_table(len(ranks), FIRST_TARGET + len(outputs)), 100
@@ -100,7 +100,7 @@ def lora_batch(
             if rank:
                 fields[Field.A] = buffer.add(normal(rank, inputs, seed=seed) / math.sqrt(inputs))
                 fields[Field.B] = buffer.add(normal(rank, width, seed=seed + 1) / math.sqrt(rank))
-            for having, field in ((factors, Field.OUTPUT_SCALE), (shifts, Field.OUTPUT_BIAS)):
+            for having, field in ((output_scales, Field.OUTPUT_SCALE), (output_biases, Field.OUTPUT_BIAS)):
                 if adapter in having:
                     fields[field] = buffer.add(normal(width, seed=seed + field))
     features = [(inputs, inputs)] * FIRST_TARGET + [(inputs, width) for width in outputs]

@@ -23,7 +23,7 @@ from lorax_server.text.tools.grammar import (
     write_optional,
     write_required,
 )
-from lorax_server.text.tools.json_formats import GRANITE_OPENER as GRANITE
+from lorax_server.text.tools.json_formats import GRANITE_START as GRANITE
 from lorax_server.text.tools.parameter_text import ALL_TYPES, MAX_DEPTH, JsonTypeFinder
 from lorax_server.text.tools.parser import ToolOutputParser, ToolSet
 from tests.text.test_real_tokenizers import installed
