@@ -91,7 +91,7 @@ def make_adapters(folder: Path, count: int) -> int:
 
 @contextmanager
 def running_ray(folder: Path) -> Iterator[int]:
-    """Run Ray on this machine only. Yield the port of its proxy."""
+    """Start Ray on this machine only, and yield the port of its proxy."""
     os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
     os.environ |= {"RAY_worker_niceness": "0"}  # as `lorax serve --replicas` does
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])

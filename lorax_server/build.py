@@ -66,11 +66,11 @@ def assemble(
     capabilities = executor.capabilities
     pool = BlockPool(capabilities.num_blocks, capabilities.block_size)
     table = AdapterTable(
-        capabilities, host_bytes=adapter_host_bytes(config), eviction_delay_s=config.adapter_patience_s
+        capabilities, host_bytes=adapter_host_bytes(config), eviction_delay_s=config.adapter_eviction_delay_s
     )
     limits = Limits(
         **vars(capabilities),
-        max_chunk=config.max_chunk,
+        max_prefill_chunk_tokens=config.max_prefill_chunk_tokens,
         max_waiting=config.max_waiting,
         max_wait_s=config.max_wait_s,
         adapter_timeout_s=config.adapter_timeout_s,

@@ -26,6 +26,7 @@ class Setting(NamedTuple):
     help: str
     none: str = ""  # help text for the value None or an empty value
     flag: str = ""  # flag name, if different from the field name
+    aliases: tuple[str, ...] = ()  # earlier flag names, which are still accepted
     choices: tuple[str, ...] = ()
     at_least: int | None = None  # minimum; None means 1 for integers, otherwise no bound
     above: int | None = None
@@ -102,7 +103,7 @@ class SourceConfig(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.cache is None and (self.hub or self.s3_bucket):
-            raise ConfigError("hub and S3 adapters need a cache folder: set cache")
+            raise ConfigError("adapters from the hub or S3 need a cache folder; set `cache` (--huggingface-hub-cache)")
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,11 @@ class EngineConfig(Settings):
 
     model: ModelConfig
     tensor_parallel: int = setting(1, "number of GPUs for tensor parallelism")
-    depth: int | None = setting(
-        None, "steps in flight; with 2, the next step is scheduled while one is running", none="1 on a CPU, 2 on a GPU"
+    max_steps_in_flight: int | None = setting(
+        None,
+        "maximum steps in flight; with 2, the next step is scheduled while one is running",
+        none="1 on a CPU, 2 on a GPU",
+        aliases=("--depth",),
     )
     cuda_graphs: bool | None = setting(
         None,
@@ -120,20 +124,23 @@ class EngineConfig(Settings):
         none="enabled on a single GPU, if its kernels support it",
     )
 
-    max_rows: int | None = setting(
+    max_num_seqs: int | None = setting(
         None,
         "maximum number of running sequences",
         none="64, or 256 on a GPU with at least 40 GB; at most max_step_tokens",
+        aliases=("--max-rows",),
     )
     max_step_tokens: int | None = setting(
-        None, "maximum tokens per step", none="512 on a CPU, 4096 on a GPU, but at least max_rows"
+        None, "maximum tokens per step", none="512 on a CPU, 4096 on a GPU, but at least max_num_seqs"
     )
     max_mixed_tokens: int | None = setting(
         None,
         "maximum prompt tokens in a step that also decodes",
         none="2048 on a GPU; only limited by max_step_tokens on a CPU",
     )
-    max_chunk: int | None = setting(None, "maximum tokens of one prompt per step", none="no limit")
+    max_prefill_chunk_tokens: int | None = setting(
+        None, "maximum tokens of one prompt per step", none="no limit", aliases=("--max-chunk",)
+    )
     max_length: int | None = setting(
         None,
         "maximum tokens per request, prompt and completion together",
@@ -161,8 +168,12 @@ class EngineConfig(Settings):
         None, "host memory for prepared adapters, per GPU", none="a quarter of the host memory"
     )
     adapter_timeout_s: float = setting(120.0, "adapter load timeout of a request, in seconds", at_least=0)
-    adapter_patience_s: float = setting(
-        1.0, "seconds that a request waits before adapters in use are evicted for its adapter", at_least=0
+    adapter_eviction_delay_s: float = setting(
+        1.0,
+        "seconds that a request waits before its adapter may replace adapters that other waiting requests need; "
+        "adapters with running requests are never evicted",
+        at_least=0,
+        aliases=("--adapter-patience-s",),
     )
     sources: SourceConfig = field(default_factory=SourceConfig)
     preload: tuple[tuple[str, str], ...] = setting((), "adapter to load at startup and after restarts")
@@ -184,16 +195,16 @@ class EngineConfig(Settings):
             raise ConfigError(f"adapter_memory_fraction = {self.adapter_memory_fraction} must be below 1")
         for one, other in (("cache_bytes", "cache_tokens"), ("adapter_bytes", "adapter_memory_fraction")):
             if getattr(self, one) is not None and getattr(self, other) is not None:
-                values = f"{one} = {getattr(self, one)} or {other} = {getattr(self, other)}"
-                raise ConfigError(f"set {values}, not both")
+                values = f"{one} = {getattr(self, one)} and {other} = {getattr(self, other)}"
+                raise ConfigError(f"{values} cannot both be set")
         if self.cache_tokens is not None and self.cache_tokens < (self.max_length or 0):
             raise ConfigError(f"cache_tokens = {self.cache_tokens} must be at least max_length = {self.max_length}")
         if not all(weight > 0 for weight in self.tenant_weights.values()):
             raise ConfigError("tenant_weights must be above 0")
-        if self.max_step_tokens is not None and self.max_step_tokens < (self.max_rows or 0):
+        if self.max_step_tokens is not None and self.max_step_tokens < (self.max_num_seqs or 0):
             raise ConfigError(
-                f"max_step_tokens = {self.max_step_tokens} must be at least max_rows = {self.max_rows}: every running "
-                "sequence needs one token per step"
+                f"max_step_tokens = {self.max_step_tokens} must be at least max_num_seqs = {self.max_num_seqs}: every "
+                "running sequence needs one token per step"
             )
 
 

@@ -79,7 +79,7 @@ def run(script: str, **variables: str) -> str:
     return done.stdout
 
 
-def test_gil_switch_interval_and_timer_slack() -> None:
+def test_gil_switch_interval_and_timer_slack_are_set() -> None:
     words = [float(word) for word in run(SWITCH_INTERVAL).split()]
     assert words == pytest.approx([process_tuning.GIL_SWITCH_INTERVAL_S, process_tuning.TIMER_SLACK_NS])
 

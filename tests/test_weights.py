@@ -462,7 +462,7 @@ def test_hostile_pickle_fixture_executes_code(tmp_path: Path) -> None:
     ],
     ids=["list", "nested", "no dictionary", "bare tensor", "number", "sparse"],
 )
-def test_pickle_with_other_objects_is_rejected(tmp_path: Path, content: Any) -> None:
+def test_pickle_with_objects_besides_tensors_is_rejected(tmp_path: Path, content: Any) -> None:
     path = tmp_path / "pytorch_model.bin"
     torch.save(content, path)
     with pytest.raises(WeightsError, match=r"not a plain dictionary of tensors|not load as plain tensors") as caught:

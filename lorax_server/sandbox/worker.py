@@ -95,8 +95,8 @@ def _call(function: Callable[..., bytes], args: Sequence[Any]) -> bytes:
 def _limit_memory(num_bytes: int) -> None:
     """Limit the heap memory of this process. RLIMIT_AS would also count libraries, which take gigabytes with torch."""
     with suppress(ValueError, OSError):  # some systems do not support this limit
-        _, most = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, most))
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, hard_limit))
 
 
 def _used_bytes(field: str) -> int:

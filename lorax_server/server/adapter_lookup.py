@@ -50,7 +50,7 @@ class AdapterLookup:
         self._path = path
 
     async def resolve(self, selection: ModelSelection) -> Resolved:
-        """Return the selected adapter, merged if there are several. Raise if the caller may not use it."""
+        """Return the selected adapter, or a merge that is added to the index. Raise if the caller may not use it."""
         if not selection.refs:
             self._key.check_may_use_base()
             return Resolved("")

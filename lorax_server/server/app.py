@@ -118,7 +118,7 @@ def _add_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
 
 
 def _reject(request: Request, error_response: ErrorResponse) -> Response:
-    """Return the error response for a request without a `RequestContext`. `RequestMiddleware` logs the error."""
+    """Return the error response for a request without a `RequestContext`, and store the error for the log."""
     request.state.error_response = error_response
     return error_response.to_response(request.url.path)
 

@@ -125,7 +125,7 @@ class RequestContext:
         return Response(status_code=CLIENT_DISCONNECTED_STATUS) if response is None else response
 
     async def _run_handler(self, handler: RouteHandler) -> Response | None:
-        """Return the handler's response, or None if the client disconnected."""
+        """Start the request timeout, and return the handler's response, or None if the client disconnected."""
         self.timeout_s = resolve_timeout(self.timeout_s, self._http_request.headers.get(TIMEOUT_HEADER))
         if self.timeout_s is not None:
             timeout_error = DeadlineError(f"the request timed out after {self.timeout_s:g} s")
@@ -185,14 +185,17 @@ class RequestContext:
         return AdapterLookup(self.service, self.key, bearer or None, self.path)
 
     async def resolve(self, selection: ModelSelection) -> ResolvedModel:
-        """Return the selected adapter and its tokenizer. Raise if the caller may not use the model."""
+        """Return the selected adapter and its tokenizer, and record the adapter. Raise if the caller may not use it."""
         adapter = await self.lookup.resolve(selection)
         self.record.identity, self._adapter_tier = adapter.identity, adapter.tier
         self._is_stale = adapter.stale is not None
         return ResolvedModel(adapter, await self.service.tokenizers.find(adapter))
 
     async def prepare(self, model: ResolvedModel, prompt: Prompt, options: RequestOptions) -> list[RemoteGeneration]:
-        """Return a generation for each completion of a prompt. Generations are not submitted to the engine yet."""
+        """Create and return a generation for each completion of a prompt, without submitting it to the engine.
+
+        Token counts are added to the request record.
+        """
         service, record = self.service, self.record
         if isinstance(prompt, str):
             self._num_characters += len(prompt)

@@ -128,7 +128,7 @@ class Service:
         return self.keys.identify(headers.get("authorization"))
 
     def check_admin(self, request: Request, action: str, adapter_id: str) -> Key:
-        """Return the caller's key, or raise if it is not an admin key. The audit log records the outcome."""
+        """Return the caller's key, or raise if it is not an admin key. Store the action for the audit log."""
         key: Key = request.state.key
         admin_action = request.state.admin_action = AdminAction(action, adapter_id)
         self.keys.check_admin(key)

@@ -39,11 +39,11 @@ def from_json_schema(schema: Mapping[str, Any] | bool | str) -> Structure:
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
-            raise InputError(f"the JSON schema is not JSON: {error}") from error
+            raise InputError(f"the JSON schema is not valid JSON: {error}") from error
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     if not isinstance(schema, Mapping):
-        raise InputError(f"a JSON schema is an object (got {type(schema).__name__})")
+        raise InputError(f"the JSON schema must be an object (got {type(schema).__name__})")
     if OPTIONS in schema:
         raise InputError(f"the JSON schema has `{OPTIONS}`, which is not a JSON Schema keyword")
     options = {"whitespace_pattern": WHITESPACE}
@@ -126,7 +126,7 @@ def _check_rules(grammar: str) -> None:
             try:
                 schema, position = DECODER.raw_decode(grammar, position)
             except (ValueError, RecursionError) as error:
-                raise InputError(f"the JSON schema in the grammar is not JSON: {error}") from error
+                raise InputError(f"the JSON schema in the grammar is not valid JSON: {error}") from error
             check_depth(schema if isinstance(schema, Mapping) else {})
 
 

@@ -59,13 +59,15 @@ def _find_schema(response_format: Mapping[str, Any]) -> Any:
     """
     kind = response_format.get("type")
     if not isinstance(kind, str):
-        raise InputError("`response_format` needs a `type`: text, json_object or json_schema")
+        raise InputError(
+            f"`response_format.type` must be 'text', 'json_object' or 'json_schema' (got {type(kind).__name__})"
+        )
     name = kind[:32].lower().replace("_", "")
     if name == "text":
         return None
     if name not in ("jsonobject", "jsonschema"):
         raise NotSupportedError(
-            f"`response_format` {kind[:32]!r} is not known here; there are text, json_object and json_schema"
+            f"`response_format.type` must be 'text', 'json_object' or 'json_schema' (got {kind[:32]!r})"
         )
     schema, nested = response_format.get("schema"), response_format.get("json_schema")
     if name == "jsonschema" and nested is not None:
@@ -73,5 +75,5 @@ def _find_schema(response_format: Mapping[str, Any]) -> Any:
             raise InputError("`response_format.json_schema` must be an object with a `name` and a `schema`")
         schema = nested.get("schema")
     if isinstance(schema, str):
-        raise InputError("`response_format`: a JSON schema is an object (got str)")
+        raise InputError("`response_format`: the JSON schema must be an object (got str)")
     return ANY_OBJECT if schema is None else schema

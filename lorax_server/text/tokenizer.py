@@ -149,7 +149,7 @@ class TextTokenizer:
             return encode_batch([text], add_special_tokens=add_special_tokens)[0]
         except BaseException as error:  # Rust panics are not subclasses of Exception
             _reraise_critical(error)
-            raise InputError(f"the text cannot be made into tokens: {error}") from error
+            raise InputError(f"the text cannot be tokenized: {error}") from error
 
     def _find_eos_ids(self) -> frozenset[int]:
         eos = self.special_tokens.get("eos_token")

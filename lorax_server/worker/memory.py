@@ -59,8 +59,8 @@ class StepMemory(NamedTuple):
 
 def find_max_num_seqs(config: EngineConfig, device: torch.device) -> int:
     """Return the maximum number of running sequences, from the config or a default for the device."""
-    if config.max_rows is not None:
-        return config.max_rows
+    if config.max_num_seqs is not None:
+        return config.max_num_seqs
     is_large = not is_host(device) and torch.cuda.get_device_properties(device).total_memory >= LARGE_GPU_BYTES
     max_num_seqs = LARGE_GPU_DEFAULT_MAX_NUM_SEQS if is_large else DEFAULT_MAX_NUM_SEQS
     return max_num_seqs if config.max_step_tokens is None else min(max_num_seqs, config.max_step_tokens)
@@ -158,23 +158,23 @@ def count_blocks(
     Raise ConfigError if no block fits.
     """
     size, needed = block_bytes(model, config.block_size), sum(step_memory or ())
-    most = -(-max_num_seqs * max_length // config.block_size)
+    max_blocks = -(-max_num_seqs * max_length // config.block_size)
     if is_host(model.device):
         free = max(0, free_bytes() - GRAMMAR_CACHE_BYTES)
         available = free // CPU_CACHE_DIVISOR if config.cache_bytes is None else config.cache_bytes
     else:
         usable, free = _get_free_gpu_bytes(config, model.device)
         available = usable - needed if config.cache_bytes is None else config.cache_bytes
-        if min(available // size, most) * size > free - needed:
+        if min(available // size, max_blocks) * size > free - needed:
             raise ConfigError(
                 f"cache_bytes = {available} does not fit: {free} bytes of GPU memory are free and steps need {needed}; "
-                "lower cache_bytes, adapter_bytes, max_rows or max_step_tokens"
+                "lower cache_bytes, adapter_bytes, max_num_seqs or max_step_tokens"
             )
-    count = min(available // size, most)
+    count = min(available // size, max_blocks)
     if count < 1:
         raise ConfigError(
             f"{available} bytes for the KV cache are less than one block ({size} bytes): raise cache_bytes, or lower "
-            f"adapter_bytes, max_rows or max_step_tokens; weights take {model_bytes(model)} bytes, steps {needed}"
+            f"adapter_bytes, max_num_seqs or max_step_tokens; weights take {model_bytes(model)} bytes, steps {needed}"
         )
     return count
 
@@ -221,7 +221,7 @@ def out_of_memory_error(model: PagedCausalLM, num_adapter_bytes: int) -> ConfigE
     free, total = torch.cuda.mem_get_info(model.device)
     return ConfigError(
         f"GPU memory of {total} bytes is not sufficient: weights take {model_bytes(model)}, adapters may take "
-        f"{num_adapter_bytes}, {free} are free; lower cache_bytes, adapter_bytes, max_rows or max_step_tokens"
+        f"{num_adapter_bytes}, {free} are free; lower cache_bytes, adapter_bytes, max_num_seqs or max_step_tokens"
     )
 
 

@@ -284,7 +284,7 @@ def _build_paged(
         max_mixed_tokens=config.max_mixed_tokens or (GPU_MIXED_TOKENS if is_gpu else None),
         num_blocks=num_blocks,
         block_size=shape.block_size,
-        depth=config.depth or (2 if is_gpu else 1),
+        max_steps_in_flight=config.max_steps_in_flight or (2 if is_gpu else 1),
         is_synchronous=not is_gpu,
         num_adapter_units=num_units,
         max_adapters=0 if memory is None else len(memory.arena.host_table) - 1,

@@ -138,7 +138,7 @@ NOT_SAFETENSORS = {
 
 
 @pytest.mark.parametrize("content", NOT_SAFETENSORS.values(), ids=NOT_SAFETENSORS)
-def test_other_file_formats_are_rejected(content: bytes, tmp_path: Path) -> None:
+def test_unsupported_file_formats_are_rejected(content: bytes, tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match=f"adapter '{NAME}': .*adapter_model.safetensors"):
         read_bytes(tmp_path, content)
     assert not Bomb.exploded
@@ -319,7 +319,7 @@ WRAPPER_PREFIXES += ["_forward_module." + PEFT, PEFT + "_fsdp_wrapped_module."]
         *((f"{x}", None) for x in ("lora_velora_embed", "lora_monteclora_sampler.default.std_prior")),
     ],
 )
-def test_current_and_early_key_names_are_assigned(prefix: str, suffix: str, part: TensorRole | None) -> None:
+def test_current_and_early_peft_keys_are_recognized(prefix: str, suffix: str, part: TensorRole | None) -> None:
     for module in (Q, "model.embed_tokens", "lm_head"):
         key = f"{prefix}{module}.{suffix}"
         assert assigned_keys([key], LLAMA) == ({} if part is None else {module: {part: key}})
@@ -384,7 +384,7 @@ def test_duplicate_keys_are_rejected(first: str, second: str) -> None:
         assert all(text in str(refusal.value) for text in (NAME, first, second))
 
 
-def test_second_name_for_module_is_rejected() -> None:
+def test_two_keys_for_one_module_are_rejected() -> None:
     """Config patterns could match only one of the names."""
     keys = [f"{PEFT}embed_out.lora_B.weight", f"{PEFT}lm_head.lora_A.weight"]
     with pytest.raises(AdapterError, match=r"lm_head.lora_A.weight' uses a second name for module 'lm_head'"):
@@ -397,7 +397,7 @@ def test_saved_embedding_takes_precedence_over_its_copy() -> None:
     assert assigned_keys(keys[::-1], LLAMA) == {"lm_head": {TensorRole.WEIGHT: keys[1]}}
 
 
-def test_many_long_keys_are_assigned_quickly() -> None:
+def test_many_long_keys_are_matched_in_linear_time() -> None:
     training = [f"{PEFT}{Q}.x{i}.original_module.weight" for i in range(20_000)]
     assert assigned_keys(training, LLAMA) == {}
     keys = [f"{PEFT * (i % 9)}{Q}.lora_A.{i}.weight" for i in range(20_000)]
@@ -410,6 +410,6 @@ def test_many_long_keys_are_assigned_quickly() -> None:
 
 
 @pytest.mark.parametrize("key", ["model.weight", "base_model.model.lora_A.weight", "module.bias"])
-def test_name_with_only_wrappers_is_rejected(key: str) -> None:
+def test_key_with_only_wrapper_prefixes_is_rejected(key: str) -> None:
     with pytest.raises(AdapterError, match=key.replace(".", r"\.")):
         assign_tensors([key], ["model.norm", "lm_head"], "tested")

@@ -232,7 +232,7 @@ def test_errors_are_printed_on_one_line(
 @pytest.mark.parametrize(
     ("error", "code"), [(EngineError("it\nfailed"), 1), (KeyboardInterrupt(), 130), (SystemExit(3), 3)]
 )
-def test_serve_exit_codes(
+def test_serve_exit_codes_distinguish_errors(
     error: BaseException, code: int, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(_: ServerConfig) -> int:

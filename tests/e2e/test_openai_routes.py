@@ -334,7 +334,7 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredServer]
             yield SecuredServer(server, requested_paths, oracle_greedy(model, ids_of([PROMPT])[0], 8, {}))
 
 
-def test_foreign_model_name_is_not_requested_from_hub(secured: SecuredServer) -> None:
+def test_unknown_model_name_is_not_requested_from_hub(secured: SecuredServer) -> None:
     for name in ("gpt-4o", "o1-mini", "text-davinci-003"):
         with pytest.raises(openai.NotFoundError, match=f"'{name}' does not exist; ") as caught:
             secured.complete(model=name)

@@ -121,7 +121,7 @@ def test_registered_classes_are_importable(model_type: str) -> None:
 @pytest.mark.parametrize("is_fast", [False, True])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("asked", [None, "float32", "float16", "bfloat16"])
-def test_dtype_selection(
+def test_dtype_follows_request_checkpoint_and_cpu(
     llama: Path,
     tmp_path: Path,
     stored: torch.dtype,

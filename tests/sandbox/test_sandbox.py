@@ -111,7 +111,7 @@ def test_cpu_limit_ignores_time_without_cpu(sandbox: Sandbox) -> None:
     assert done.result(TIMEOUT_S) == b"late"
 
 
-def test_wall_time_limit_fails_as_busy(sandbox: Sandbox) -> None:
+def test_wall_time_limit_raises_busy_error(sandbox: Sandbox) -> None:
     pid = find_pid(sandbox)
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(BusyError, match="the machine is busy"):

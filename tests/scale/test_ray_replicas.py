@@ -65,7 +65,7 @@ def test_ingress_and_replicas_return_same_completions(cluster: Cluster) -> None:
     assert {model["id"] for model in models["data"]} >= {"lorax-demo", *ADAPTERS}  # other tests add more
 
 
-def test_clients_work_unmodified(cluster: Cluster) -> None:
+def test_published_clients_work_unmodified(cluster: Cluster) -> None:
     native_client = lorax.Client(cluster.url, timeout=60)
     sdk = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0)
     try:
@@ -319,7 +319,7 @@ def test_failed_replica_start_reports_reason(cluster: Cluster) -> None:
 
 
 TOKENS = {"target_tokens": 40, "target_waiting": 10**6}
-QUEUE = {"target_tokens": 10**6, "target_waiting": 1, "max_rows": 1}  # runs requests one after the other
+QUEUE = {"target_tokens": 10**6, "target_waiting": 1, "max_num_seqs": 1}  # runs requests one after the other
 
 
 @pytest.mark.parametrize("targets", [TOKENS, QUEUE], ids=["tokens", "queue"])

@@ -145,7 +145,7 @@ def test_deep_json_is_rejected_in_every_input_format() -> None:
     for depth in (MAX_LEVELS, 20_000):
         text = '{"items": ' * depth + "{}" + "}" * depth
         for read in (from_json_schema, lambda each: from_grammar(f"start: %json {each}")):
-            with pytest.raises(InputError, match=r"levels|recursion|is not JSON"):
+            with pytest.raises(InputError, match=r"levels|recursion|is not valid JSON"):
                 read(text)
     with pytest.raises(InputError, match="levels"):
         from_json_schema(deep)
@@ -280,7 +280,7 @@ def test_lone_surrogates_are_rejected(make: Callable[[str], object]) -> None:
     ],
 )
 def test_response_format_schema_as_text_is_rejected(response_format: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match="`response_format`: a JSON schema is an object"):
+    with pytest.raises(InputError, match="`response_format`: the JSON schema must be an object"):
         read_structure({"response_format": response_format})
     assert read_structure({"guided_json": '{"type": "object"}'}) == from_json_schema({"type": "object"})
 

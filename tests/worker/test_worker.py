@@ -60,7 +60,9 @@ from tests.parity.adapters.served import make_model as make_paged
 from tests.parity.variants import VARIANTS, checkpoint, make_oracle, make_weights
 
 CPU = torch.device("cpu")
-CONFIG = EngineConfig(ModelConfig(Path("in-memory")), max_rows=2, block_size=4, cache_bytes=2**16, adapter_bytes=2**16)
+CONFIG = EngineConfig(
+    ModelConfig(Path("in-memory")), max_num_seqs=2, block_size=4, cache_bytes=2**16, adapter_bytes=2**16
+)
 
 
 # --- Plans ------------------------------------------------------------------------------------------------------------
@@ -286,7 +288,7 @@ def test_pop_prepared_returns_preparer_results(worker: Worker, record: Record) -
     assert worker.pop_prepared() == [Prepared("a")]
 
 
-def test_worker_without_adapters(record: Record) -> None:
+def test_worker_without_adapters_rejects_adapter_operations(record: Record) -> None:
     below: Any = record
     worker = Worker(Capabilities(97, 2, 8, 2, 4), below)
     worker.submit(make_plan(0, [], [0]))
@@ -297,7 +299,7 @@ def test_worker_without_adapters(record: Record) -> None:
     worker.close()
 
 
-def test_model_step_with_and_without_sequences() -> None:
+def test_steps_without_sequences_return_empty_results() -> None:
     worker = build_paged_worker(make_paged("llama-gqa", CPU), CONFIG, FakeGroup())
     worker.submit(make_plan(0))
     assert worker.collect() == StepResult(0, [], [])
@@ -328,42 +330,42 @@ def test_model_step_with_and_without_sequences() -> None:
 )
 def test_length_dependent_models_have_rope_rule(name: str, rope: RopeRule, max_length: int) -> None:
     model = make_paged(name, CPU)
-    config = EngineConfig(CONFIG.model, max_rows=2, block_size=4, cache_bytes=2**24, adapter_bytes=0)
+    config = EngineConfig(CONFIG.model, max_num_seqs=2, block_size=4, cache_bytes=2**24, adapter_bytes=0)
     capabilities = build_paged_worker(model, config, FakeGroup()).capabilities
     assert capabilities.rope == rope
     assert capabilities.max_length == max_length
     assert any(isinstance(module, DynamicRotaryEmbedding) for module in model.modules()) == ("dynamic" in name)
 
 
-def test_max_length_of_rope_variants() -> None:
+def test_rope_variant_depends_on_length() -> None:
     assert {RopeRule().variant(length) for length in (1, 10**6)} == {""}
     assert [RopeRule(16).variant(length) for length in (16, 17, 18)] == ["", "long", "long"]
     assert [RopeRule(16, by_length=True).variant(length) for length in (16, 17, 18)] == ["", "17", "18"]
 
 
 def capabilities(**settings: Any) -> Capabilities:
-    given = {"max_rows": 3, "block_size": 4, "cache_bytes": 2**20, "adapter_bytes": 2**16} | settings
+    given = {"max_num_seqs": 3, "block_size": 4, "cache_bytes": 2**20, "adapter_bytes": 2**16} | settings
     worker = build_paged_worker(make_paged("llama-gqa", CPU), EngineConfig(CONFIG.model, **given), FakeGroup())
     worker.close()
     return worker.capabilities
 
 
-def test_capabilities() -> None:
+def test_default_capabilities() -> None:
     found = capabilities()
     assert (found.vocab_size, found.max_num_seqs, found.block_size, found.itemsize) == (97, 3, 4, 4)
     assert (found.max_length, found.num_blocks) == (128, 3 * 128 // 4)  # more could never be used
     assert (found.num_adapter_units, found.adapter_unit_bytes) == (2**16 // UNIT_BYTES, UNIT_BYTES)
     assert found.max_adapters == 63
-    assert (found.depth, found.max_step_tokens, found.max_mixed_tokens) == (1, 512, None)
+    assert (found.max_steps_in_flight, found.max_step_tokens, found.max_mixed_tokens) == (1, 512, None)
     assert (found.can_chunk, found.can_reuse) == (True, True)
     assert (found.model_type, found.model_class) == ("llama", "")  # its config has no limit
 
 
 def test_capabilities_follow_configuration() -> None:
-    assert capabilities(max_rows=600).max_step_tokens == 600  # one token per sequence
+    assert capabilities(max_num_seqs=600).max_step_tokens == 600  # one token per sequence
     assert capabilities(max_step_tokens=7).max_step_tokens == 7
     assert capabilities(max_mixed_tokens=5).max_mixed_tokens == 5
-    assert capabilities(depth=3).depth == 3
+    assert capabilities(max_steps_in_flight=3).max_steps_in_flight == 3
     assert capabilities(max_length=50).max_length == 50
     assert capabilities(max_length=5000).max_length == 128  # its original length
     assert capabilities(adapter_bytes=0).num_adapter_units == 0
@@ -413,7 +415,7 @@ def test_model_bytes_counts_shared_tensors_once(tmp_path: Path, ops: Ops | None)
         assert 2 * matrices <= model_bytes(model) - tables - small < 2.5 * matrices
 
 
-def test_block_bytes() -> None:
+def test_block_bytes_match_allocated_cache() -> None:
     model = make_paged("llama-gqa", CPU)
     assert block_bytes(model, 4) == 2 * 3 * 2 * 8 * 4 * 4  # keys and values, layers, heads, size, tokens, float32
     cache = model.allocate_kv_cache(10, 4)
@@ -483,10 +485,10 @@ def test_max_num_seqs_depends_on_device(device: str, total: int, rows: int, monk
     FakeGpu(monkeypatch, free=0, total=total * 10**9)
     assert memory.find_max_num_seqs(config_of(), torch.device(device)) == rows
     assert memory.find_max_num_seqs(config_of(max_step_tokens=10), torch.device(device)) == 10
-    assert memory.find_max_num_seqs(config_of(max_rows=7), torch.device(device)) == 7
+    assert memory.find_max_num_seqs(config_of(max_num_seqs=7), torch.device(device)) == 7
 
 
-def test_gpu_memory_report(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_gpu_memory_report_adds_up(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     model: Any = make_paged("llama-gqa", CPU)
     model.device = torch.device("cuda")
     FakeGpu(monkeypatch, free=80 * 10**9, total=100 * 10**9)
@@ -595,7 +597,7 @@ def test_requested_but_unsupported_graphs_are_rejected() -> None:
             uses_graphs(model, config_of(cuda_graphs=True), group)
 
 
-def test_default_adapter_memory() -> None:
+def test_default_adapter_memory_sizes() -> None:
     assert memory.adapter_bytes(config_of(), CPU) == 2**30
     assert memory.adapter_bytes(config_of(adapter_bytes=0), CPU) == 0
     assert memory.adapter_host_bytes(config_of()) == machine_bytes() // 4
@@ -622,7 +624,7 @@ def codegen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_unknown_model_type_runs_padded(codegen: Path) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    config = EngineConfig(ModelConfig(codegen, device=device), max_rows=3, max_length=40)
+    config = EngineConfig(ModelConfig(codegen, device=device), max_num_seqs=3, max_length=40)
     assert not is_paged(config)
     worker = build_worker(config)
     found = worker.capabilities

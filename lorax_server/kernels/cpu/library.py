@@ -91,7 +91,7 @@ def _check_digest(native: ctypes.CDLL, name: str) -> None:
         texts = b"".join(path.read_bytes() for path in [source, *sorted(source.parent.glob("*.h"))])
         if native.digest().decode() != sha256(texts).hexdigest()[:16]:
             raise LibraryUnavailableError(
-                "the library was built from other sources: reinstall lorax_server (make venv)"
+                "the library was built from different sources: reinstall lorax_server (make venv)"
             )
 
 

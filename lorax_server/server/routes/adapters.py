@@ -33,7 +33,7 @@ from lorax_server.server.schemas.openai import (
 from lorax_server.server.service import Service
 
 TAG = "Adapters"
-MAX_LISTED_HOLDERS = 5  # number of names in an error message
+MAX_PIN_NAMES_IN_ERROR = 5
 ERRORS_AND_CONFLICT: dict[int | str, dict[str, Any]] = {**ERRORS, 409: {"model": OpenAIErrorResponse}}
 Limit = Annotated[int, Query(ge=1, le=MAX_PAGE_SIZE, description="Maximum number of adapters per page.")]
 After = Annotated[
@@ -195,7 +195,7 @@ async def _unload_identity(service: Service, identity: str) -> None:
 
 
 def _conflict(adapter_id: str, holders: list[str]) -> ConflictError:
-    listed = ", ".join(map(repr, holders[:MAX_LISTED_HOLDERS]))
+    listed = ", ".join(map(repr, holders[:MAX_PIN_NAMES_IN_ERROR]))
     return ConflictError(
         f"adapter {adapter_id[:64]!r} cannot be unloaded because it has the same content as {listed}, which is pinned. "
         'First unload the pinned adapter, or load it with "pin": false'

@@ -88,9 +88,9 @@ def check_stop_conditions(service: Service, body: CommonRequest) -> None:
 
 
 def check_num_choices(service: Service, count: int) -> None:
-    most = service.config.max_choices
+    limit = service.config.max_choices
     check(count >= 1, "`n` must be at least 1")
-    check(count <= most, f"`n`: a request may have at most {most} completions in total (got {count})")
+    check(count <= limit, f"`n`: a request may have at most {limit} completions in total (got {count})")
 
 
 def to_options(

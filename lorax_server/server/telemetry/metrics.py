@@ -65,7 +65,7 @@ class Registry(CollectorRegistry):
 class Metrics:
     """All metrics in `/metrics`. Not thread-safe: use it from one event loop.
 
-    Durations and token counts are recorded for successful requests only. Failures are counted by kind.
+    Durations and token counts are recorded for successful requests only. Failures are counted by error type.
     """
 
     content_type = CONTENT_TYPE_PLAIN_0_0_4
@@ -100,7 +100,7 @@ class Metrics:
         }
         self._connections = Gauge("lorax_connections", "Open connections", registry=registry)
         self._rejected_connections = counter(
-            "lorax_connections_refused_total", "Rejected connections by reason", ("reason",)
+            "lorax_connections_rejected_total", "Rejected connections by reason", ("reason",)
         )
         self._adapters = _AdapterMetrics(registry, max_labels)
         self.engine = EngineMetrics(registry)
@@ -185,7 +185,7 @@ class _AdapterMetrics:
     def record_finished(self, record: RequestRecord, failure: str | None) -> None:
         adapter = self._adapter_label(record, failure)
         key = self._label(record.key, self._keys) if record.key else ANONYMOUS_LABEL
-        key_adapter = adapter if self._may_use_label((key, adapter), self._pairs) else OTHER_LABEL
+        key_adapter = adapter if self._add_label((key, adapter), self._pairs) else OTHER_LABEL
         self._requests.labels(adapter).inc()
         self._key_requests.labels(key, key_adapter).inc()
         if failure is not None:
@@ -208,10 +208,10 @@ class _AdapterMetrics:
 
     def _label(self, name: str, labels: set[str]) -> str:
         label = sanitize_label(name)
-        return label if self._may_use_label(label, labels) else OTHER_LABEL
+        return label if self._add_label(label, labels) else OTHER_LABEL
 
-    def _may_use_label(self, label: Hashable, labels: set[Any]) -> bool:
-        """Return True if the label exists or can be added within the label limit."""
+    def _add_label(self, label: Hashable, labels: set[Any]) -> bool:
+        """Add a label. Return False if the label is new and the label limit is reached."""
         if label not in labels and len(labels) >= self._max_labels:
             return False
         labels.add(label)
@@ -286,10 +286,12 @@ ENGINE_COUNTERS = (
     StatusMetric("lorax_prompt_chunks_total", "Prefill chunks of prompts that did not fit into one step", "chunks"),
     StatusMetric("lorax_preemptions_total", "Sequences preempted because KV blocks ran out", "preemptions"),
     StatusMetric(
-        "lorax_rows_taken_back_total", "Preemptions for tenants below their share of slots", "fairness_preemptions"
+        "lorax_fairness_preemptions_total", "Preemptions for tenants below their share of slots", "fairness_preemptions"
     ),
     StatusMetric("lorax_cache_evictions_total", "KV blocks evicted from the prefix cache", "cache_evictions"),
-    StatusMetric("lorax_engine_refused_total", "Requests rejected by the engine because of overload", "rejected"),
+    StatusMetric(
+        "lorax_engine_rejected_requests_total", "Requests rejected by the engine because of overload", "rejected"
+    ),
     StatusMetric("lorax_adapters_prepared_total", "Adapters prepared in host memory", "adapters_prepared"),
     StatusMetric("lorax_adapters_loaded_total", "Adapters loaded to the device", "adapters_loaded"),
     StatusMetric("lorax_adapters_failed_total", "Adapters that could not be prepared", "adapters_failed"),

@@ -78,13 +78,13 @@ class ToolFormat(CallFormat):
     """A tool call format that grammars can enforce."""
 
     start_pattern: str = ""
-    """Regex for the start of a call without an opener, or empty if calls always have an opener."""
+    """Regex for the start of a call without an opening marker, or empty if calls always have an opening marker."""
     has_json_arguments: bool = True
     """The arguments are one JSON object, so the rules use `CallGrammar.rule`."""
 
     @abstractmethod
     def write_rules(self, rules: CallRules) -> Iterable[str]:
-        """Write the rule `calls`, which follows the first opener, and the rules that it uses.
+        """Write the rule `calls`, which follows the first opening marker, and the rules that it uses.
 
         Rules for JSON arguments are written by the caller.
         """
@@ -96,9 +96,9 @@ class ToolFormat(CallFormat):
 class ReasoningTags(NamedTuple):
     """The tags around reasoning before calls."""
 
-    opener: str
-    closer: str
-    is_open: bool  # the prompt ends with the opener
+    opening_tag: str
+    closing_tag: str
+    is_open: bool  # the prompt ends with the opening tag
 
 
 def to_lark_string(text: str) -> str:
@@ -137,7 +137,7 @@ def write_required(
     The completion may start with reasoning.
     """
     before, rules = _write_reasoning(reasoning, markers, " BLANKS?")
-    calls = "calls" if tool_format.start_pattern else f"{markers.write(tool_format.openers[0])} calls"
+    calls = "calls" if tool_format.start_pattern else f"{markers.write(tool_format.opening_markers[0])} calls"
     if text:
         calls, rules = f"(text | {calls})", f"{rules}text: %lark {{\n{text}\n}}\n"
     return _write_grammar(f"start: {before}{calls}\n{rules}", tool_format, functions, is_parallel, markers)
@@ -152,15 +152,15 @@ def write_optional(
 ) -> str:
     """Return a grammar that allows free text and valid tool calls."""
     before, rules = _write_reasoning(reasoning, markers)
-    wrong = [f"{ANY_TEXT}{escape(opener)}{ANY_TEXT}" for opener in tool_format.openers]
+    wrong = [f"{ANY_TEXT}{escape(marker)}{ANY_TEXT}" for marker in tool_format.opening_markers]
     if tool_format.start_pattern:
         free, first = "BLANKS? (TEXT | calls)?", r"[^ \n]"
         wrong.append(f"{tool_format.start_pattern}{ANY_TEXT}")
     else:
-        opener, first = tool_format.openers[0], r"(.|\n)"
-        by_token = f" | TEXT? {markers.token(opener)} calls" if markers.has_token(opener) else ""
+        marker, first = tool_format.opening_markers[0], r"(.|\n)"
+        by_token = f" | TEXT? {markers.token(marker)} calls" if markers.has_token(marker) else ""
         free = f"(TEXT | trigger calls{by_token})?"
-        rules += f"trigger[lazy]: /{ANY_TEXT}{escape(opener)}/\n"
+        rules += f"trigger[lazy]: /{ANY_TEXT}{escape(marker)}/\n"
     text = " & ".join([f"/{first}{ANY_TEXT}/", *(f"~/{pattern}/" for pattern in wrong)])
     return _write_grammar(f"start: {before}{free}\nTEXT: {text}\n{rules}", tool_format, functions, is_parallel, markers)
 
@@ -195,12 +195,13 @@ def _write_reasoning(reasoning: ReasoningTags | None, markers: MarkerWriter, aft
     """Return a grammar expression for optional reasoning followed by `after`, and the rules for this expression."""
     if reasoning is None:
         return "", ""
-    closer, opener = escape(reasoning.closer), "" if reasoning.is_open else markers.write(reasoning.opener)
-    rest, rules = "reasons", f"reasons[lazy]: /{ANY_TEXT}{closer}/\n"
-    if markers.has_token(reasoning.closer):
-        rest = f"(reasons | REASONS? {markers.token(reasoning.closer)})"
-        rules += f"REASONS: /(.|\\n)+/ & ~/{ANY_TEXT}{closer}{ANY_TEXT}/\n"
-    return (f"{rest}{after} " if reasoning.is_open else f"({opener} {rest}{after})? "), rules
+    closing_tag = escape(reasoning.closing_tag)
+    opening_tag = "" if reasoning.is_open else markers.write(reasoning.opening_tag)
+    rest, rules = "reasons", f"reasons[lazy]: /{ANY_TEXT}{closing_tag}/\n"
+    if markers.has_token(reasoning.closing_tag):
+        rest = f"(reasons | REASONS? {markers.token(reasoning.closing_tag)})"
+        rules += f"REASONS: /(.|\\n)+/ & ~/{ANY_TEXT}{closing_tag}{ANY_TEXT}/\n"
+    return (f"{rest}{after} " if reasoning.is_open else f"({opening_tag} {rest}{after})? "), rules
 
 
 def escape(text: str) -> str:

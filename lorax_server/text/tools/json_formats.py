@@ -12,8 +12,8 @@ from lorax_server.text.tools.json_tool_calls import JsonToolCallParser, ObjectRe
 from lorax_server.text.tools.parser import MalformedCallError, ParsedEvent, ToolCallParser, ToolSet
 
 TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
-GRANITE_OPENER, GRANITE_CLOSER = "<|tool_call|>", "<|/tool_call|>"
-GRANITE_OTHER_OPENERS = ("<tool_call>", "<function_call>")
+GRANITE_START, GRANITE_END = "<|tool_call|>", "<|/tool_call|>"
+GRANITE_ALTERNATIVE_STARTS = ("<tool_call>", "<function_call>")
 PYTHON_TAG = "<|python_tag|>"
 TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 MAX_NAME_CHARACTERS = 512  # function name and call ID
@@ -22,27 +22,27 @@ MAX_NAME_CHARACTERS = 512  # function name and call ID
 class HermesFormat(ToolFormat):
     """Hermes and Qwen: each call is enclosed in `<tool_call>` and `</tool_call>`."""
 
-    openers = (TOOL_CALL,)
+    opening_markers = (TOOL_CALL,)
     markers = (TOOL_CALL, TOOL_CALL_END)
 
     def make_call_parser(self, tools: ToolSet) -> ToolCallParser:
         return JsonToolCallParser(tools, TOOL_CALL_END)
 
     def write_rules(self, rules: CallRules) -> list[str]:
-        opener, closer = map(rules.markers.write, (TOOL_CALL, TOOL_CALL_END))
-        more = rf' ("\n" {opener} tagged)*' if rules.is_parallel else ""
-        tagged = rf'"\n" object "\n" {closer}'
+        opening_marker, closing_marker = map(rules.markers.write, (TOOL_CALL, TOOL_CALL_END))
+        more = rf' ("\n" {opening_marker} tagged)*' if rules.is_parallel else ""
+        tagged = rf'"\n" object "\n" {closing_marker}'
         return [f"calls: tagged{more}\ntagged: {tagged}\n", write_call_objects(rules.calls, "arguments")]
 
 
 class GraniteFormat(ToolFormat):
     """Granite 3 and Phi-4: a list of calls after `<|tool_call|>`, or a single call in early Granite models."""
 
-    openers = (GRANITE_OPENER, *GRANITE_OTHER_OPENERS)
-    markers = (GRANITE_OPENER, GRANITE_CLOSER, *GRANITE_OTHER_OPENERS)
+    opening_markers = (GRANITE_START, *GRANITE_ALTERNATIVE_STARTS)
+    markers = (GRANITE_START, GRANITE_END, *GRANITE_ALTERNATIVE_STARTS)
 
     def make_call_parser(self, tools: ToolSet) -> ToolCallParser:
-        return JsonToolCallParser(tools, GRANITE_CLOSER)
+        return JsonToolCallParser(tools, GRANITE_END)
 
     def write_rules(self, rules: CallRules) -> list[str]:
         return ["calls: list\n", *write_call_list(rules, "arguments")]
@@ -51,7 +51,7 @@ class GraniteFormat(ToolFormat):
 class LlamaJsonFormat(ToolFormat):
     """Llama 3.1 to 3.3: objects with `name` and `parameters`, separated by `;`."""
 
-    openers = (PYTHON_TAG,)
+    opening_markers = (PYTHON_TAG,)
     start_characters = "{"
     start_pattern = OBJECT_START
     markers = (PYTHON_TAG,)
@@ -97,7 +97,7 @@ class MistralToolCallParser(JsonToolCallParser):
 class MistralFormat(ToolFormat):
     """Mistral: `[TOOL_CALLS]` and a list of calls. Newer models write `[TOOL_CALLS]name[ARGS]{...}` for each call."""
 
-    openers = (TOOL_CALLS,)
+    opening_markers = (TOOL_CALLS,)
     markers = (TOOL_CALLS, CALL_ID, ARGS)
     has_short_ids = True
 

@@ -137,13 +137,13 @@ def dump_json(value: Any) -> str:
 
 
 class JsonToolCallParser(ToolCallParser):
-    """Parses `{...}`, `[{...}, {...}]`, or, with a `separator`, `{...}; {...}`, up to the `closer`.
+    """Parses `{...}`, `[{...}, {...}]`, or, with a `separator`, `{...}; {...}`, up to `closing_marker`.
 
-    Calls without the `closer` are accepted.
+    Calls without the closing marker are accepted.
     """
 
-    def __init__(self, tools: ToolSet, closer: str = "", separator: str = "") -> None:
-        super().__init__(closer)
+    def __init__(self, tools: ToolSet, closing_marker: str = "", separator: str = "") -> None:
+        super().__init__(closing_marker)
         self._tools = tools
         self._separator = separator
         self._reader: ObjectReader | None = None  # reader of the current object
@@ -155,7 +155,7 @@ class JsonToolCallParser(ToolCallParser):
         if self._reader is not None:
             return self._consume_object(self._reader, text, at, events)
         character = text[at]
-        if character.isspace() and not self.closer_prefix:
+        if character.isspace() and not self.closing_prefix:
             return 1
         is_next = self._has_separator or (bool(self._separator) and not self._is_list)
         if character == "{" and (is_next or not self._has_object):
@@ -166,7 +166,7 @@ class JsonToolCallParser(ToolCallParser):
         return self._consume_separator(character)
 
     def _consume_separator(self, character: str) -> int:
-        """Consume a character after an object: a separator, the end of the list, or part of the closer."""
+        """Consume a character after an object: a separator, the end of the list, or part of the closing marker."""
         if not self._has_object or self._has_separator:
             raise MalformedCallError
         if character == ("," if self._is_list else self._separator):
@@ -175,9 +175,9 @@ class JsonToolCallParser(ToolCallParser):
         if self._is_list:
             if character != "]":
                 raise MalformedCallError
-            self._is_list, self.is_finished = False, not self.closer
+            self._is_list, self.is_finished = False, not self.closing_marker
             return 1
-        return self.consume_closer(character)
+        return self.consume_closing_marker(character)
 
     def _consume_object(self, reader: ObjectReader, text: str, at: int, events: list[ParsedEvent]) -> int:
         self._reader, self._has_separator = reader, False
@@ -209,7 +209,7 @@ class JsonToolCallParser(ToolCallParser):
 
     def is_ignorable_tail(self, text: str) -> bool:
         left = text.strip().removeprefix("]").lstrip()
-        return self.closer.startswith(left) or left == self._separator
+        return self.closing_marker.startswith(left) or left == self._separator
 
 
 def append_call_events(call: ParsedToolCall, events: list[ParsedEvent]) -> None:

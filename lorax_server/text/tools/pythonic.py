@@ -19,7 +19,7 @@ from lorax_server.text.tools.json_tool_calls import BracketScanner, ParsedToolCa
 from lorax_server.text.tools.parser import MAX_CALL_CHARACTERS, MalformedCallError, ParsedEvent, ToolCallParser, ToolSet
 from lorax_server.text.tools.references import Definitions
 
-OPENER = "<|python_start|>"
+PYTHON_START = "<|python_start|>"
 ESCAPES = re.compile(r"\\(.)", re.DOTALL)
 KNOWN_ESCAPES = frozenset("\n\\'\"abfnrtvxuUN01234567")
 JSON_CONSTANTS = {"true": True, "false": False, "null": None}  # models also write JSON constants
@@ -80,10 +80,10 @@ class _JsonConstants(ast.NodeTransformer):
 
 
 class PythonicFormat(ToolFormat):
-    openers = (OPENER,)
+    opening_markers = (PYTHON_START,)
     start_characters = "["
     start_pattern = r"\[[ \n]*[a-zA-Z_][a-zA-Z0-9_.]*\("
-    markers = (OPENER,)
+    markers = (PYTHON_START,)
     has_json_arguments = False
 
     def make_call_parser(self, tools: ToolSet) -> ToolCallParser:

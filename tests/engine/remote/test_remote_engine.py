@@ -154,7 +154,7 @@ def test_concurrent_requests_get_their_tokens(shared: Shared) -> None:
     shared(test)
 
 
-def test_slow_reader_delays_no_one_and_loses_no_output(shared: Shared) -> None:
+def test_slow_reader_does_not_delay_streams_or_lose_outputs(shared: Shared) -> None:
     async def test(client: RemoteEngine) -> None:
         slow = client.generate(ask_for(client.new_id(), range(100)))
         first = await anext(slow)

@@ -136,7 +136,7 @@ def test_spellings_of_local_path_select_same_adapter(name: str) -> None:
     assert make(static_adapter=("local", name), roots=[Path("/srv")]).base_selection.label == "poet"
 
 
-def test_names_in_other_sources_are_not_normalized() -> None:
+def test_only_local_paths_inside_roots_are_normalized() -> None:
     names = make()
     assert place(names.select_adapter_id("owner//name/", "hub", None)) == ("hub", "owner//name/")
     assert place(names.select_adapter_id("./key/", "s3", None)) == ("s3", "./key/")
@@ -177,7 +177,7 @@ def test_invalid_hub_name_is_rejected_without_lookup(model: str) -> None:
         make().select_model(model, None, None)
 
 
-def test_other_sources_accept_any_name() -> None:
+def test_non_hub_sources_accept_any_name() -> None:
     names = make(default_source="local")
     assert place(names.select_model("gpt-4", None, None)) == ("local", "gpt-4")
     assert names.select_adapter_id("gpt-4", None, None).access_keys == (AdapterKey("local", "gpt-4"),)

@@ -390,7 +390,7 @@ def test_rejected_key_is_logged(method: str, path: str, lines: Lines, keyed: Sha
 
     keyed.run(check)
     (line,) = lines("audit")
-    assert (line["action"], line["status"], line["route"], line["address"]) == ("use a key", 401, path, "127.0.0.1")
+    assert (line["action"], line["status"], line["route"], line["address"]) == ("authenticate", 401, path, "127.0.0.1")
     assert GUESS not in str(lines("audit") + lines("request"))
 
 

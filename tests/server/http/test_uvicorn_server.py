@@ -89,7 +89,7 @@ def test_connections_above_the_limit_get_503() -> None:
             assert answer.headers["retry-after"] == "1"
             assert answer.headers["connection"] == "close"
             assert answer.json()["error_type"] == "overloaded"
-        assert edge.count("lorax_connections_refused_total", 'reason="full"') == 4
+        assert edge.count("lorax_connections_rejected_total", 'reason="full"') == 4
         await until_open(edge, 2)
         assert edge.count("lorax_connections") == 2
         await first.close()

@@ -256,7 +256,7 @@ def test_missing_stages_are_not_measured() -> None:
         ({"status": 500, "error_type": "internal"}, "generation"),
     ],
 )
-def test_failures_are_counted_by_kind(changes: dict[str, Any], kind: str | None) -> None:
+def test_failures_are_counted_by_error_type(changes: dict[str, Any], kind: str | None) -> None:
     metrics = make()
     each = record(**changes)
     metrics.record_finished(each)

@@ -192,17 +192,17 @@ class RejectingParser(ToolCallParser):
         raise MalformedCallError
 
 
-class OpenerFormat(CallFormat):
-    openers = ("<tool_call>",)
+class MarkerFormat(CallFormat):
+    opening_markers = ("<tool_call>",)
 
     def make_call_parser(self, tools: ToolSet) -> ToolCallParser:
         return RejectingParser()
 
 
-def test_repeated_openers_are_parsed_in_linear_time() -> None:
+def test_repeated_opening_markers_are_parsed_in_linear_time() -> None:
     """Each call parser gets a window of the text, not all remaining text."""
     text = "<tool_call>" * 10_000
-    parser = ToolOutputParser(OpenerFormat(), ToolSet({}))
+    parser = ToolOutputParser(MarkerFormat(), ToolSet({}))
     events = [*parser.feed(text), *parser.finish()]
     assert "".join(event.text for event in events if isinstance(event, TextDelta)) == text
     assert len(RejectingParser.lengths) > 9_000
