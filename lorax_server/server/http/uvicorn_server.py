@@ -2,8 +2,8 @@
 
 This is the only module that uses uvicorn and httptools internals; pyproject.toml pins the uvicorn version for it.
 
-Every connection has a timeout at all times: for request headers, for the next request (keep-alive), or for unread data.
-While a request runs, the timeouts of the middleware and the route apply.
+Every connection has a timeout at all times: for request headers or for the next request (keep-alive). While a request
+runs, the timeouts of the middleware and the route apply. The kernel closes connections whose client stops reading.
 """
 
 import asyncio
@@ -84,12 +84,13 @@ class LimitedProtocol(HttpToolsProtocol):
         self._metrics = metrics
         self._audit_log = audit_log
         self._header_timer: TimerHandle | None = None
-        self._write_timer: TimerHandle | None = None
         self._num_header_bytes = 0
-        self._num_unwritten_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux only
+            timeout_ms = int(1000 * WRITE_TIMEOUT_S)
+            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
         self._metrics.set_connections(len(self.connections))
         if len(self.connections) <= self._max_connections:
             self._start_header_timer()
@@ -99,11 +100,10 @@ class LimitedProtocol(HttpToolsProtocol):
             self._address, TOO_MANY_CONNECTIONS.status, TOO_MANY_CONNECTIONS.message
         )
         self._write_error_response(TOO_MANY_CONNECTIONS)
-        self._close()
+        transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_header_timer()
-        self._stop_write_timer()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
         self._metrics.set_connections(len(self.connections))
@@ -143,11 +143,6 @@ class LimitedProtocol(HttpToolsProtocol):
         self.cycle.__class__ = _ChunkedCycle  # uvicorn has no hook to set the cycle class
         self.cycle.scope["extensions"] = {CHUNK_WRITER: weakref.ref(self.cycle)}  # type: ignore[dict-item]
 
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if self.transport.is_closing():
-            self._start_write_timer()
-
     @property
     def _are_headers_too_large(self) -> bool:
         return self._header_timer is not None and self._num_header_bytes > MAX_HEADER_BYTES
@@ -173,42 +168,7 @@ class LimitedProtocol(HttpToolsProtocol):
         else:
             self._reject(make_http_error(408, f"the headers did not arrive within {self._header_timeout_s:g} s"))
 
-    def timeout_keep_alive_handler(self) -> None:
-        self._close()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._start_write_timer()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if not self.transport.is_closing():
-            self._stop_write_timer()
-
-    def _start_write_timer(self) -> None:
-        """Start the write timer. No data is written while it runs, so the buffer shrinks if the client reads."""
-        if self._write_timer is None:
-            self._num_unwritten_bytes = self.transport.get_write_buffer_size()
-            self._write_timer = self.loop.call_later(WRITE_TIMEOUT_S, self._on_write_timeout)
-
-    def _stop_write_timer(self) -> None:
-        if self._write_timer is not None:
-            self._write_timer.cancel()
-            self._write_timer = None
-
-    def _on_write_timeout(self) -> None:
-        self._write_timer = None
-        if self.transport.get_write_buffer_size() < self._num_unwritten_bytes:
-            self._start_write_timer()
-        else:
-            self.transport.abort()
-
     # --- Errors -------------------------------------------------------------------------------------------------------
-
-    def _close(self) -> None:
-        """Close the connection after buffered data is written, or after the write timeout."""
-        self.transport.close()
-        self._start_write_timer()
 
     def _reject(self, error_response: ErrorResponse) -> None:
         """Close the connection. Send an error response first unless another response has started."""
@@ -221,7 +181,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 self._audit_log.log_rejection(
                     record, error_response.status, error_response.error_type, error_response.message
                 )
-        self._close()
+        self.transport.close()
 
     def _write_error_response(self, error_response: ErrorResponse) -> None:
         response = error_response.to_response(self._path)
