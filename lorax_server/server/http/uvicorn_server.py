@@ -91,11 +91,11 @@ class LimitedProtocol(HttpToolsProtocol):
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux only
             timeout_ms = int(1000 * WRITE_TIMEOUT_S)
             transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
-        self._metrics.set_connections(len(self.connections))
+        self._metrics.connections.set(len(self.connections))
         if len(self.connections) <= self._max_connections:
             self._start_header_timer()
             return
-        self._metrics.count_rejected_connection("full")
+        self._metrics.rejected_connections.labels("full").inc()
         self._audit_log.log_rejected_connection(
             self._address, TOO_MANY_CONNECTIONS.status, TOO_MANY_CONNECTIONS.message
         )
@@ -106,7 +106,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._stop_header_timer()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
-        self._metrics.set_connections(len(self.connections))
+        self._metrics.connections.set(len(self.connections))
 
     # --- Requests -----------------------------------------------------------------------------------------------------
 
