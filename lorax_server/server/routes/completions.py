@@ -91,9 +91,8 @@ def _to_options(
     check(not (body.is_scoring and body.stream), "`max_tokens` must not be 0 when streaming")
     max_new_tokens = 1 if body.is_scoring else body.max_tokens
     default = service.defaults.max_new_tokens or DEFAULT_MAX_TOKENS
-    has_logprobs = (
-        body.logprobs is not None or num_candidates > num_choices
-    )  # also needed to choose the most likely candidates
+    # Log probabilities also decide which candidates are the most likely.
+    has_logprobs = body.logprobs is not None or num_candidates > num_choices
     return replace(
         openai.to_options(service, body, num_candidates, body.logprobs or 0, max_new_tokens, default, has_logprobs),
         add_special_tokens=body.add_special_tokens is not False,

@@ -26,10 +26,7 @@ from lorax_server.types import FinishReason
 
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 LOGPROBS = "message.output_text.logprobs"
-SUPPORTED_INCLUDES = (
-    LOGPROBS,
-    "reasoning.encrypted_content",
-)  # reasoning is returned unencrypted
+SUPPORTED_INCLUDES = (LOGPROBS, "reasoning.encrypted_content")  # reasoning is returned unencrypted
 RESPONSES_FIELD_NAMES = {"messages": "input", "response_format": "text.format"}  # field names by chat field name
 
 
