@@ -52,16 +52,11 @@ async def _complete(context: RequestContext, body: CompletionRequest) -> Respons
     for prompt in prompts:
         generations = await context.prepare(model, prompt, options)
         echo = await _locate_prompt(context.service, body, model.tokenizer, prompt)
-        groups.append([_Choice(body, generation, *echo) for generation in generations])
+        groups.append([_TextCompletion(body, generation, *echo) for generation in generations])
         await asyncio.sleep(0)  # let other requests run, because short prompts are tokenized inline
     envelope = openai.make_envelope(context, body, "cmpl", "text_completion")
     if body.stream:
-        choices = list(chain.from_iterable(groups))
-
-        def write(index: int, token_events: list[TokenEvent], is_first: bool) -> list[dict[str, Any]]:
-            return [choices[index].write(index, token_events, is_first)]
-
-        return await openai.stream_choices(context, body, envelope, write)
+        return await openai.stream_choices(context, body, envelope, list(chain.from_iterable(groups)))
     await finish_all(context.generations)
     chosen = [choice for group in groups for choice in _choose(group, num_choices)]
     return await context.build_response(lambda: _write(context, body, chosen, envelope))
@@ -112,7 +107,7 @@ async def _locate_prompt(
 
 
 @dataclass(frozen=True)
-class _Choice:
+class _TextCompletion:
     """A completion, and the prompt text if `echo` is set."""
 
     body: CompletionRequest
@@ -132,6 +127,9 @@ class _Choice:
             # Not from the generation, which may have finished while these events were queued for a slow client.
             "finish_reason": "length" if is_scoring else openai.finish_reason(token_events[-1].finish_reason),
         }
+
+    def write_deltas(self, index: int, token_events: list[TokenEvent], is_first: bool) -> list[dict[str, Any]]:
+        return [self.write(index, token_events, is_first)]
 
     def _write_logprobs(self, token_events: list[TokenEvent], is_first: bool, length: int) -> dict[str, Any]:
         """Return OpenAI's `logprobs` object. Offsets are at most `length`, because stop strings may be cut off."""
@@ -154,7 +152,7 @@ class _Choice:
 
 
 def _write(
-    context: RequestContext, body: CompletionRequest, chosen: list[_Choice], envelope: dict[str, Any]
+    context: RequestContext, body: CompletionRequest, chosen: list[_TextCompletion], envelope: dict[str, Any]
 ) -> Response:
     choices, num_shown = [], 0
     for index, choice in enumerate(chosen):
@@ -165,7 +163,7 @@ def _write(
     return json_response(envelope | {"choices": choices, "usage": usage}, 200, context.response_headers(num_shown))
 
 
-def _choose(group: list[_Choice], count: int) -> list[_Choice]:
+def _choose(group: list[_TextCompletion], count: int) -> list[_TextCompletion]:
     """Return the `count` most likely completions of a prompt. If all are returned, they keep their order."""
     if count == len(group):
         return group

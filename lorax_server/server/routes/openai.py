@@ -4,9 +4,9 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from lorax_server import __version__
 from lorax_server.errors import AdapterNotFoundError, LoraxError
@@ -185,12 +185,15 @@ def finish_reason(reason: FinishReason | None) -> str | None:
     return "length" if reason is FinishReason.LENGTH else "stop"
 
 
-WriteChoices = Callable[[int, list[TokenEvent], bool], list[dict[str, Any]]]
-"""Builds choices from a generation's index, its new token events, and whether they are the first."""
+class StreamedChoice(Protocol):
+    """A completion in a stream."""
+
+    def write_deltas(self, index: int, token_events: list[TokenEvent], is_first: bool) -> list[dict[str, Any]]:
+        """Return the choices for new token events, one per chunk. `index` is the index of the choice."""
 
 
 async def stream_choices(
-    context: RequestContext, body: CommonRequest, envelope: dict[str, Any], write: WriteChoices
+    context: RequestContext, body: CommonRequest, envelope: dict[str, Any], choices: Sequence[StreamedChoice]
 ) -> EventStream:
     """Return a stream with the chunks of all generations as they arrive."""
     num_running, extra = len(context.generations), dict(context.first_event_fields)
@@ -198,9 +201,8 @@ async def stream_choices(
 
     def write_choices(index: int, token_events: list[TokenEvent], is_first: bool) -> bytes:
         nonlocal num_running
-        chunks: list[dict[str, Any]] = [
-            {**envelope, "choices": [choice], **null_usage} for choice in write(index, token_events, is_first)
-        ]
+        deltas = choices[index].write_deltas(index, token_events, is_first)
+        chunks: list[dict[str, Any]] = [{**envelope, "choices": [delta], **null_usage} for delta in deltas]
         num_running -= token_events[-1].finish_reason is not None
         if body.usage_in_last_chunk and not num_running:
             chunks[-1]["usage"] = count_usage(context)
