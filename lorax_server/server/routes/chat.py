@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from lorax_server.errors import InputError, LoraxError, MissingVariableError, NotSupportedError
+from lorax_server.errors import InputError, MissingVariableError, NotSupportedError
 from lorax_server.generation.generation import TokenEvent
-from lorax_server.server.access.model_names import ModelSelection
 from lorax_server.server.checks import check
 from lorax_server.server.generations import RemoteGeneration, finish_all
 from lorax_server.server.http.error_responses import json_response
@@ -50,7 +49,8 @@ class PreparedChat(NamedTuple):
 
 
 async def _chat(context: RequestContext, body: ChatCompletionRequest) -> Response:
-    generations, prompt, output_format = await prepare(context, body, openai.choose_model(context, body))
+    openai.record_model(context, body)
+    generations, prompt, output_format = await prepare(context, body)
     is_enforced = generations[0].request.structure is not None
     choices = []
     for generation in generations:
@@ -64,9 +64,7 @@ async def _chat(context: RequestContext, body: ChatCompletionRequest) -> Respons
     return await context.build_response(lambda: _write(context, choices, envelope))
 
 
-async def prepare(
-    context: RequestContext, body: ChatCompletionRequest, choice: ModelSelection | LoraxError
-) -> PreparedChat:
+async def prepare(context: RequestContext, body: ChatCompletionRequest) -> PreparedChat:
     """Check a chat request, render its prompt and create its generations. Return them ready to run."""
     service, options = context.service, _to_options(context.service, body)
     await context.admit(len(options.seeds), bool(body.stream))
@@ -74,7 +72,7 @@ async def prepare(
     if body.tools or body.tool_choice:
         is_parallel = body.parallel_tool_calls is not False
         tools = await asyncio.to_thread(parse_tool_definitions, body.tools, body.tool_choice, is_parallel)
-    model = await openai.resolve(context, body, choice)
+    model = await openai.resolve(context, body)
     template = service.tokenizers.find_template(model.tokenizer, tools is not None) or ""
     requested = body.separate_reasoning
     separate_reasoning = service.config.separate_reasoning if requested is None else requested
@@ -142,9 +140,7 @@ def _to_template_message(index: int, message: Message, has_developer: bool) -> d
     content = _join_text(index, message.content) if isinstance(message.content, list) else message.content
     content = content or ""  # not None, because templates concatenate the content with strings
     role = "system" if message.role == "developer" and not has_developer else message.role
-    if message.has_only_text:
-        return {"role": role, "content": content}  # fast path: a chat may have thousands of such messages
-    others = message.model_dump(exclude={"role", "content"}, exclude_none=True)
+    others = {name: value for name, value in message if name not in ("role", "content") and value is not None}
     return {"role": role, "content": content, **others}
 
 

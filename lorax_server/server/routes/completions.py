@@ -40,14 +40,14 @@ def make_router(service: Service) -> APIRouter:
 
 
 async def _complete(context: RequestContext, body: CompletionRequest) -> Response:
-    choice = openai.choose_model(context, body)
+    openai.record_model(context, body)
     prompts = list_prompts(body.prompt)
     check(bool(prompts) and all(len(prompt) > 0 for prompt in prompts), "`prompt` must not be empty")
     num_choices, num_candidates = body.n or 1, body.best_of or body.n or 1
     options = _to_options(context.service, body, len(prompts), num_choices, num_candidates)
     await context.admit(num_candidates * len(prompts), bool(body.stream))
     options = replace(options, structure=await openai.read_structure(body))
-    model = await openai.resolve(context, body, choice)
+    model = await openai.resolve(context, body)
     groups = []
     for prompt in prompts:
         generations = await context.prepare(model, prompt, options)

@@ -5,6 +5,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -39,29 +40,26 @@ FINGERPRINT = f"lorax-{__version__}"
 # --- Adapters ---------------------------------------------------------------------------------------------------------
 
 
-def choose_model(context: RequestContext, body: CommonRequest) -> ModelSelection | LoraxError:
-    """Return the model that a request names, or the error that `resolve` raises after the request is admitted.
+def record_model(context: RequestContext, body: CommonRequest) -> None:
+    """Record the requested adapter, so that metrics also count rejected requests for it.
 
-    The name is recorded here, so that metrics also count rejected requests for the adapter.
+    Errors are raised later by `resolve`, after the request is admitted.
     """
+    with suppress(LoraxError):
+        context.record_model(_select_model(body, context.service.model_names))
+
+
+async def resolve(context: RequestContext, body: CommonRequest) -> ResolvedModel:
+    """Return the requested model. Call this after the request is admitted."""
+    names = context.service.model_names
     try:
-        choice = _select_model(body, context.service.model_names)
-    except LoraxError as error:
-        return error
-    context.record_model(choice)
-    return choice
-
-
-async def resolve(context: RequestContext, body: CommonRequest, choice: ModelSelection | LoraxError) -> ResolvedModel:
-    if isinstance(choice, ModelSelection):
-        return await context.resolve(choice)
-    if isinstance(choice, AdapterNotFoundError):
-        names = context.service.model_names
+        selection = _select_model(body, names)
+    except AdapterNotFoundError as error:
         named = AdapterKey(names.default_source, body.adapter_id or names.strip_base_name(body.model))
         # Check permission first, so that callers cannot probe which adapters exist.
         await context.lookup.check_may_use(named, named.source == HUB, None)
-        raise await context.lookup.add_suggestions(choice, named.name, None) from None
-    raise choice
+        raise await context.lookup.add_suggestions(error, named.name, None) from None
+    return await context.resolve(selection)
 
 
 def _select_model(body: CommonRequest, names: ModelNames) -> ModelSelection:

@@ -42,10 +42,10 @@ def make_router(service: Service) -> APIRouter:
 
 
 async def _respond(context: RequestContext, body: ResponsesRequest) -> Response:
-    choice = openai.choose_model(context, body)
+    openai.record_model(context, body)
     _reject_unsupported(body)
     chat_request = _to_chat(body)
-    prepared = await chat.prepare(context, chat_request, choice)
+    prepared = await chat.prepare(context, chat_request)
     (generation,), output_format = prepared.generations, prepared.output_format
     parser = (
         output_format.make_parser(prepared.prompt, generation.request.structure is not None) if output_format else None
