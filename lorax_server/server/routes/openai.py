@@ -87,7 +87,6 @@ def check_stop_conditions(service: Service, body: CommonRequest) -> None:
 
 def check_num_choices(service: Service, count: int) -> None:
     most = service.config.max_choices
-    check(count >= 1, "`n` must be at least 1")
     check(count <= most, f"`n`: a request may have at most {most} completions in total (got {count})")
 
 
@@ -136,7 +135,6 @@ def _sampling(service: Service, body: CommonRequest, num_alternatives: int) -> S
         num_alternatives <= max_logprobs,
         f"`return_k_alternatives` must be <= {max_logprobs}. Given: {num_alternatives}",
     )
-    check(fields["top_k"] >= -1, "`top_k` must be >= 1, or 0 or -1 to disable it")
     fields["top_k"] = max(0, fields["top_k"])
     return SamplingParams(
         **fields,
