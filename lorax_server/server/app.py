@@ -10,12 +10,12 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from lorax_server import __version__
 from lorax_server.errors import LoraxError
-from lorax_server.server.http.cors import JsonCorsMiddleware
 from lorax_server.server.http.error_responses import (
     ErrorResponse,
     json_response,
@@ -53,7 +53,7 @@ def make_app(service: Service, address: str = "") -> FastAPI:
     _add_openapi(app, service)
     _add_handlers(app, routes)
     app.add_middleware(RequestMiddleware, routes=routes, service=service, address=address)
-    app.add_middleware(JsonCorsMiddleware, **vars(service.config.cors))
+    app.add_middleware(CORSMiddleware, **vars(service.config.cors))
     if service.config.replica_secret:
         app.add_middleware(
             ReplicaAccess, secret=service.config.replica_secret, control=replica.make_control_app(service)
