@@ -47,10 +47,7 @@ TOO_MANY_CONNECTIONS = ErrorResponse(
 
 
 class _ProtocolError(Exception):
-    """Raised in a parser callback to reject a request."""
-
-    def __init__(self, error_response: ErrorResponse) -> None:
-        self.error_response = error_response
+    """Raised in a parser callback to stop parsing after a rejection."""
 
 
 class _ChunkedCycle(RequestResponseCycle):
@@ -117,10 +114,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._num_header_bytes += len(data)
         try:
             self.parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            cause = error.__context__
-            error_response = cause.error_response if isinstance(cause, _ProtocolError) else INVALID_REQUEST
-            self._reject(HEADERS_TOO_LARGE if self._are_headers_too_large else error_response)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            self._reject(HEADERS_TOO_LARGE if self._are_headers_too_large else INVALID_REQUEST)
         if self._are_headers_too_large:
             self._reject(HEADERS_TOO_LARGE)
 
@@ -133,10 +128,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._num_header_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-        if self._are_headers_too_large:
-            raise _ProtocolError(HEADERS_TOO_LARGE)
-        if self.parser.should_upgrade():
-            raise _ProtocolError(UPGRADE_NOT_SUPPORTED)
+        if self._are_headers_too_large or self.parser.should_upgrade():
+            self._reject(HEADERS_TOO_LARGE if self._are_headers_too_large else UPGRADE_NOT_SUPPORTED)
+            raise _ProtocolError
         self._stop_header_timer()
         self._unset_keepalive_if_required()  # the timer was set again if the previous response completed
         super().on_headers_complete()
