@@ -23,7 +23,7 @@ class RemoteGeneration(Generation):
         super().__init__(request, tokenizer.detokenizer)
         self.tokenizer = tokenizer
         self.started: StartInfo | None = None
-        self.submitted_at = 0.0
+        self.submitted_at: float | None = None
         self.first_output_at: float | None = None
         self._direct_writer: DirectWriter | None = None
         self._write: Callable[[list[TokenEvent]], bytes] | None = None

@@ -332,10 +332,11 @@ class RequestContext:
             record.text = "\n".join(generation.text for generation in generations)
         record.cached_tokens = count_cached_tokens(generations)
         for generation in generations:
-            started, first_output_at = generation.started, generation.first_output_at
-            if started is not None and first_output_at is not None:
+            started, submitted_at = generation.started, generation.submitted_at
+            first_output_at = generation.first_output_at
+            if started is not None and submitted_at is not None and first_output_at is not None:
                 record.queue_s, record.adapter_s = started.queue_s, started.adapter_s
-                first_step_at = generation.submitted_at + started.queue_s
+                first_step_at = submitted_at + started.queue_s
                 record.first_token_s = max(0.0, first_output_at - first_step_at)
                 record.inference_s = max(0.0, time.monotonic() - first_step_at)
                 return
