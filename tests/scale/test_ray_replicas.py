@@ -302,7 +302,7 @@ def test_failed_replica_start_reports_reason(cluster: Cluster) -> None:
     try:
         with pytest.raises(AssertionError, match="other"):
             cluster.call("run", {"device": "cpu", "name": "other"}, "other", "/other", "0.0.1")
-        assert "was built with 0.0.1: install the same version" in cluster.call("status", "other")["servers"]
+        assert "was built with 0.0.1; install the same version" in cluster.call("status", "other")["servers"]
         assert generate(cluster.port, "pirate", PROMPT)[0]
     finally:
         cluster.call("delete", "other")
