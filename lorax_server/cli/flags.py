@@ -5,7 +5,6 @@ import difflib
 import json
 import math
 import re
-import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from configparser import RawConfigParser
 from dataclasses import dataclass, fields
@@ -302,11 +301,5 @@ def _add_flag(group: Any, flag: Flag, command: str) -> None:
 
 def _list_ignored_flags() -> str:
     """Return a help text that lists the ignored flags by reason."""
-    entries = (
-        textwrap.wrap(f"{', '.join(names)}: {reason}", 100, break_on_hyphens=False, subsequent_indent="    ")
-        for reason, names in IGNORED_FLAGS.items()
-    )
-    return (
-        "\n  ".join(["LoRAX flags that are accepted and ignored:", *(line for lines in entries for line in lines)])
-        + "\n"
-    )
+    lines = (f"  {', '.join(names)}: {reason}\n" for reason, names in IGNORED_FLAGS.items())
+    return "LoRAX flags that are accepted and ignored:\n" + "".join(lines)

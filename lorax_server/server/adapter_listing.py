@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
+from pydantic import BaseModel, ConfigDict, Field
+
 from lorax_server.server.access.keys import HUB, Key
 from lorax_server.server.access.model_names import AdapterKey, ModelNames
 from lorax_server.server.adapter_name_index import IN_MEMORY_STAGES, MERGE_SOURCE
@@ -23,11 +25,26 @@ NAME_CURSOR, HASH_CURSOR = "name:", "hash:"
 CURSOR_PATTERN = f"^({NAME_CURSOR}|{HASH_CURSOR})"  # valid prefixes of `after`
 
 
-class PageQuery(NamedTuple):
-    limit: int = MAX_PAGE_SIZE
-    after: str = NAME_CURSOR
-    search: str = ""
-    also: Sequence[str] = ()
+class PageQuery(BaseModel):
+    """Query parameters of `/v1/adapters`."""
+
+    model_config = ConfigDict(frozen=True)
+
+    limit: int = Field(
+        default=MAX_PAGE_SIZE, ge=1, le=MAX_PAGE_SIZE, description="Maximum number of adapters per page."
+    )
+    after: str = Field(
+        default=NAME_CURSOR,
+        max_length=MAX_QUERY_CHARACTERS,
+        pattern=CURSOR_PATTERN,
+        description="`next` from the previous page; omit it for the first page.",
+    )
+    search: str = Field(
+        default="", max_length=MAX_QUERY_CHARACTERS, description="Only adapters whose name contains this text."
+    )
+    also: list[str] = Field(
+        default=[], max_length=MAX_ALSO_NAMES, description="Names of additional adapters to include on the first page."
+    )
 
 
 class _Entry(NamedTuple):

@@ -130,10 +130,8 @@ class RequestContext:
         if self.timeout_s is not None:
             timeout_error = DeadlineError(f"the request timed out after {self.timeout_s:g} s")
             self._timer = asyncio.get_running_loop().call_later(self.timeout_s, self.stop, timeout_error)
-        handling, disconnecting = (
-            asyncio.create_task(handler(self)),
-            asyncio.create_task(wait_for_disconnect(self._http_request.receive)),
-        )
+        handling = asyncio.create_task(handler(self))
+        disconnecting = asyncio.create_task(wait_for_disconnect(self._http_request.receive))
         try:
             await asyncio.wait((handling, disconnecting, self._stopped), return_when=asyncio.FIRST_COMPLETED)
             if handling.done():
@@ -337,15 +335,13 @@ class RequestContext:
             record.text = "\n".join(generation.text for generation in generations)
         record.cached_tokens = count_cached_tokens(generations)
         for generation in generations:
-            started, submitted_at, first_output_at = (
-                generation.started,
-                generation.submitted_at,
-                generation.first_output_at,
-            )
+            started, submitted_at = generation.started, generation.submitted_at
+            first_output_at = generation.first_output_at
             if started is not None and submitted_at is not None and first_output_at is not None:
                 record.queue_s, record.adapter_s = started.queue_s, started.adapter_s
-                record.first_token_s = max(0.0, first_output_at - submitted_at - started.queue_s)
-                record.inference_s = max(0.0, time.monotonic() - submitted_at - started.queue_s)
+                first_step_at = submitted_at + started.queue_s
+                record.first_token_s = max(0.0, first_output_at - first_step_at)
+                record.inference_s = max(0.0, time.monotonic() - first_step_at)
                 return
 
     # --- Headers ------------------------------------------------------------------------------------------------------

@@ -167,9 +167,8 @@ def _make_names(config: ServerConfig) -> ModelNames:
 
 
 def _shutting_down() -> EngineError:
-    return EngineError(
-        "the server is shutting down", retry_after_s=SHUTDOWN_RETRY_S
-    )  # another server may be running by then
+    # Another server may be running by the time of the retry.
+    return EngineError("the server is shutting down", retry_after_s=SHUTDOWN_RETRY_S)
 
 
 def _check_defaults(defaults: GenerationDefaults) -> None:

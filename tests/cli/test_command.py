@@ -560,16 +560,6 @@ def test_adapter_list_joins_pages(server: Server, capsys: pytest.CaptureFixture[
     assert ([each["id"] for each in whole["data"]], whole["has_more"], whole["next"]) == (list("abcd"), False, None)
 
 
-@pytest.mark.parametrize("following", [("b", "b"), ("b", "c", "b")])
-def test_repeated_adapter_page_is_an_error(
-    server: Server, following: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    for query, mark in zip(("", *(f"?after={mark}" for mark in following)), following, strict=False):
-        server.replies[f"/v1/adapters{query}"] = say(200, {"data": [], "next": mark})
-    assert main(["adapters"]) == 1
-    assert "adapter list repeats the page after 'b'" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("answer", [[], {}, {"data": 5}, {"data": [5]}, "x"])
 def test_invalid_adapter_list_is_an_error(server: Server, answer: Any, capsys: pytest.CaptureFixture[str]) -> None:
     server.replies["/v1/adapters"] = lambda _: (200, answer)

@@ -302,7 +302,7 @@ def test_failed_replica_start_reports_reason(cluster: Cluster) -> None:
     try:
         with pytest.raises(AssertionError, match="other"):
             cluster.call("run", {"device": "cpu", "name": "other"}, "other", "/other", "0.0.1")
-        assert "was built with 0.0.1: install the same version" in cluster.call("status", "other")["servers"]
+        assert "was built with 0.0.1; install the same version" in cluster.call("status", "other")["servers"]
         assert generate(cluster.port, "pirate", PROMPT)[0]
     finally:
         cluster.call("delete", "other")
@@ -311,7 +311,6 @@ def test_failed_replica_start_reports_reason(cluster: Cluster) -> None:
         ({"replicas": "many"}, "replicas: 'many' is not a whole number"),
         ({"replicas": 0}, "replicas = 0 must be at least 1"),
         ({"replicas": 3, "max_replicas": 2}, "max_replicas = 2 must be at least replicas = 3"),
-        ({"router": "best"}, "router: 'best' is not one of"),
         ({"max_total_tokens": -1}, "must be at least 1"),
     ):
         with pytest.raises(AssertionError, match=message.replace("?", r"\?")):

@@ -322,8 +322,6 @@ def test_template_cannot_change_next_render_variables(lone: Lone) -> None:
 @pytest.mark.parametrize(
     ("messages", "variables", "reason"),
     [
-        ([], {}, "at least one message"),
-        (["hi"], {}, "an object"),
         ([{"role": "user", "content": "\ud800"}], {"name": ""}, "lone surrogates"),
         (HI, {"name": "\udfff"}, "lone surrogates"),
     ],

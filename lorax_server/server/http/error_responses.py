@@ -17,12 +17,8 @@ OVERLOADED_MESSAGE = "Model is overloaded"  # LoRAX's wording
 INVALID_PREFIX = "Input validation error: "
 TEMPLATE_PREFIX = "Failed applying chat template to {}: "
 FAILED_PREFIX = "Request failed during generation: Server error: "
-ERROR_TYPE_BY_STATUS = {
-    404: "not_found",
-    405: "method_not_allowed",
-    408: "timeout",
-    503: "healthcheck",
-}  # "validation" for other statuses
+# "validation" for other statuses
+ERROR_TYPE_BY_STATUS = {404: "not_found", 405: "method_not_allowed", 408: "timeout", 503: "healthcheck"}
 # OpenAI field names by LoRAX field name. Errors are raised with LoRAX names and translated for OpenAI routes.
 CHAT_FIELDS = {
     "inputs": "messages",

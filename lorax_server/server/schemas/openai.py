@@ -178,11 +178,6 @@ class Message(Schema):
     reasoning_content: str | None = None
     reasoning: str | None = None
 
-    @property
-    def has_only_text(self) -> bool:
-        others = (self.name, self.tool_calls, self.tool_call_id, self.reasoning_content, self.reasoning)
-        return all(value is None for value in others)
-
 
 class ChatCompletionRequest(CommonRequest):
     """A conversation to continue."""

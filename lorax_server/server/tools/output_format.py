@@ -59,9 +59,8 @@ class OutputFormat:
                 "`response_format` is not supported together with `tools` for a model that writes tool calls as plain "
                 "JSON; leave one of them out, or set `tool_choice` to required"
             )
-        check_size(
-            sum(len(json.dumps(function.parameters)) for function in tools.functions)
-        )  # reject large schemas before they are analyzed
+        # Reject large schemas before they are analyzed.
+        check_size(sum(len(json.dumps(function.parameters)) for function in tools.functions))
         functions = [_prepare_function(function) for function in tools.functions]
         grammar_args = (
             tool_format,
