@@ -13,9 +13,10 @@ from pathlib import Path
 
 from lorax_server import __version__
 from lorax_server.cli.flags import Parser
-from lorax_server.cli.settings import ParsedSettings, check_model_folder, parse
+from lorax_server.cli.settings import ParsedSettings, parse
 from lorax_server.config import ServerConfig
 from lorax_server.errors import ConfigError, LoraxError
+from lorax_server.model_types import check_model_config
 
 logger = logging.getLogger(__name__)
 
@@ -188,11 +189,16 @@ def _download(parsed: ParsedSettings) -> int:
 
 
 def _find_model(parsed: ParsedSettings) -> Path:
+    """Return the model folder. Check the model's config before its weights are downloaded."""
     values, is_s3 = parsed.values, parsed.model_source == "s3"
     location = str(values.get("weights_cache_override", parsed.model_location))
-    folder = Path(location).expanduser()
-    if folder.is_dir():
-        return check_model_folder(folder)
+
+    def check(folder: Path) -> None:
+        check_model_config(folder, parsed.model_id, needs_adapters=parsed.names_adapters)
+
+    if (folder := Path(location).expanduser()).is_dir():
+        check(folder)
+        return folder
     from lorax_server.cli.download import find_model  # noqa: PLC0415 - slow
 
     return find_model(
@@ -203,6 +209,7 @@ def _find_model(parsed: ParsedSettings) -> Path:
         parsed.token,
         values.get("s3_endpoint" if is_s3 else "hub_endpoint"),
         values.get("hub_offline", False),
+        check=check,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from lorax_server import model_types
 from lorax_server.adapters.host import UNIT_BYTES
 from lorax_server.config import EngineConfig
 from lorax_server.distributed import FakeGroup, ProcessGroup, TorchGroup
@@ -17,7 +18,6 @@ from lorax_server.files.names import MODEL_CONFIG_FILE
 from lorax_server.kernels import select_ops
 from lorax_server.kernels.device import is_host, make_stream, use_stream
 from lorax_server.layers.targets import collect_adapter_targets
-from lorax_server.model_types import MODELS, PADDED_ONLY_FIELDS
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.models.registry import get_model, load_config
 from lorax_server.phases import Phases
@@ -218,9 +218,7 @@ def is_paged(config: EngineConfig) -> bool:
     Also return True for an unreadable config, because loading the model reports the error.
     """
     try:
-        stored = json.loads((config.model.path / MODEL_CONFIG_FILE).read_text())
-        model_type = stored.get("model_type")
-        return model_type in MODELS and not stored.get(PADDED_ONLY_FIELDS.get(model_type))
+        return model_types.is_paged(json.loads((config.model.path / MODEL_CONFIG_FILE).read_text()))
     except (OSError, ValueError, AttributeError, TypeError):
         return True
 

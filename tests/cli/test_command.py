@@ -150,7 +150,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     return tmp_path
 
 
@@ -283,7 +283,8 @@ def test_download_weights_prints_model_folder(
 ) -> None:
     asked: list[Any] = []
 
-    def find_model(*arguments: Any) -> Path:
+    def find_model(*arguments: Any, check: Callable[[Path], None]) -> Path:
+        check(model)
         asked.append(arguments)
         return model
 
