@@ -7,6 +7,7 @@ import ctypes
 import gc
 import os
 import sys
+from contextlib import suppress
 
 VARIABLE = "LORAX_PROCESS_TUNING"
 GIL_SWITCH_INTERVAL_S = 1e-5  # Python's default is 5 ms
@@ -19,6 +20,15 @@ MIMALLOC_PURGE_DELAY, PURGE_DELAY_MS = "MIMALLOC_PURGE_DELAY", 1000  # mimalloc'
 
 def is_enabled() -> bool:
     return os.environ.get(VARIABLE, "1").strip().lower() not in ("0", "false", "no", "off")
+
+
+def set_process_title(role: str) -> None:
+    """Show this process as `lorax: ROLE` in `ps` and `top`."""
+    with suppress(ImportError):  # a GPU machine without the server's packages can run `LLM`
+        from setproctitle import setproctitle  # noqa: PLC0415
+
+        if is_enabled():
+            setproctitle(f"lorax: {role}")
 
 
 def set_gil_switch_interval() -> None:

@@ -72,7 +72,7 @@ def test_padded_model_is_rejected_only_if_adapters_are_configured(tmp_path: Path
 
 @pytest.mark.parametrize("model_type", sorted({*MODELS, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}))
 def test_every_causal_model_type_passes(tmp_path: Path, model_type: str) -> None:
-    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, "LlamaForCausalLM")
+    names: Any = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, "LlamaForCausalLM")
     for name in names if isinstance(names, tuple | list) else (names,):
         check(tmp_path, {"model_type": model_type, "architectures": [name]})
 

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from lorax_server import __version__
+from lorax_server.cli.environment import check_packages
 from lorax_server.cli.flags import Parser
 from lorax_server.cli.settings import ParsedSettings, parse
 from lorax_server.config import ServerConfig
@@ -107,6 +108,7 @@ def _parser() -> Parser:
 
 def _serve(argv: list[str], command: str) -> int:
     parsed = _parse(argv, os.environ, command)
+    check_packages()
     if parsed.values.get("download_only"):
         return _download(parsed)
     if parsed.values.get("replicas", 1) != 1:

@@ -47,6 +47,7 @@ from lorax_server.worker.memory import (
     out_of_memory_error,
     report_memory,
     resolve_sizes,
+    warn_if_cache_is_small,
 )
 from lorax_server.worker.model_info import describe_model, find_max_length, reserve_rotary
 from lorax_server.worker.preparer import Preparer
@@ -204,6 +205,7 @@ def build_worker(config: EngineConfig, group: ProcessGroup | None = None, phases
             load_config(config.model)  # may import transformers
         with phases.measure("kernels"):
             ops = select_ops(torch.device(config.model.device))
+        logger.info("kernels: %s, %d CPU threads", ops.name, torch.get_num_threads())
         with phases.measure("weights"):
             paged = get_model(config.model, group, ops)
         return build_paged_worker(paged, config, group, phases)
@@ -273,6 +275,7 @@ def _build_paged(
         num_blocks = _min_over_ranks(
             count_blocks(model, config, max_num_seqs, shape.max_length, step_memory), group, device
         )
+    warn_if_cache_is_small(model, config, num_blocks, shape.max_length)
     max_length = min(shape.max_length, num_blocks * config.block_size)
     capabilities = replace(
         describe_model(model),
