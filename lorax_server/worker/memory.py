@@ -185,8 +185,8 @@ def warn_if_cache_is_small(model: PagedCausalLM, config: EngineConfig, num_block
     if num_tokens < max_length:
         needed = -(-max_length // config.block_size) * block_bytes(model, config.block_size)
         logger.warning(
-            "the KV cache holds %d tokens, so requests are limited to %d instead of %d tokens; --cache-bytes %d holds one "
-            "request of the maximum length",
+            "the KV cache holds %d tokens, so requests are limited to %d instead of %d tokens; --cache-bytes %d holds "
+            "one request of the maximum length",
             *(num_tokens, num_tokens, max_length, needed),
         )
 

@@ -20,6 +20,7 @@ from demo.skills import NOTHING_TO_DO, SKILLS, Item, answer_small_talk, cut_shor
 from lorax_server.cli.demo import NAME
 from lorax_server.process_tuning import MIMALLOC_PURGE_DELAY, PURGE_DELAY_MS
 from tests.demo.server import FOLDER, Demo, read_examples, serving_demo
+from tests.processes import has_role
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -82,7 +83,7 @@ def test_mixed_batch_matches_with_adapter_eviction(items: list[Item], alone: dic
 
 def test_engine_reuses_step_memory(demo: Demo) -> None:
     children = psutil.Process(demo.process_id).children()
-    (engine,) = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+    (engine,) = [child for child in children if has_role(child, "engine")]
     assert engine.environ()[MIMALLOC_PURGE_DELAY] == os.environ.get(MIMALLOC_PURGE_DELAY, str(PURGE_DELAY_MS))
 
 
