@@ -108,7 +108,6 @@ def _parser() -> Parser:
 
 def _serve(argv: list[str], command: str) -> int:
     parsed = _parse(argv, os.environ, command)
-    check_packages()
     if parsed.values.get("download_only"):
         return _download(parsed)
     if parsed.values.get("replicas", 1) != 1:
@@ -167,6 +166,7 @@ def _download_weights(argv: list[str]) -> int:
 def _parse(argv: list[str], environ: Mapping[str, str], command: str) -> ParsedSettings:
     """Parse flags and environment variables, check them before any download, and return the settings."""
     parsed = parse(argv, environ, command)
+    check_packages()
     for warning in parsed.warnings:
         logger.warning(warning)
     if parsed.values.get("env"):
