@@ -17,6 +17,7 @@ from lorax_server.cli.flags import Parser
 from lorax_server.cli.settings import ParsedSettings, parse
 from lorax_server.config import ServerConfig
 from lorax_server.errors import ConfigError, LoraxError
+from lorax_server.files.checkpoint_files import check_checkpoint
 from lorax_server.model_types import check_model_config
 
 logger = logging.getLogger(__name__)
@@ -191,7 +192,7 @@ def _download(parsed: ParsedSettings) -> int:
 
 
 def _find_model(parsed: ParsedSettings) -> Path:
-    """Return the model folder. Check the model's config before its weights are downloaded."""
+    """Return the model folder. Check the model's config before its weights are downloaded or loaded."""
     values, is_s3 = parsed.values, parsed.model_source == "s3"
     location = str(values.get("weights_cache_override", parsed.model_location))
 
@@ -200,6 +201,7 @@ def _find_model(parsed: ParsedSettings) -> Path:
 
     if (folder := Path(location).expanduser()).is_dir():
         check(folder)
+        check_checkpoint(folder)
         return folder
     from lorax_server.cli.download import find_model  # noqa: PLC0415 - slow
 

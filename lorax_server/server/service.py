@@ -80,7 +80,12 @@ class Service:
             closing.push_async_callback(cancel_all, [starting])
             tracer = Tracer(config.otlp_endpoint, model=config.model_id)
             closing.push_async_callback(asyncio.to_thread, tracer.close)
-            base = await asyncio.to_thread(load_tokenizer, folder, template_config=config.tokenizer_config_path)
+            try:
+                base = await asyncio.to_thread(load_tokenizer, folder, template_config=config.tokenizer_config_path)
+            except LoraxError:
+                if starting.done():
+                    await starting  # an error in the model is more important
+                raise
             defaults = await asyncio.to_thread(load_generation_defaults, folder)
             _check_defaults(defaults)
             tokenizers = Tokenizers(base, folder)

@@ -1,0 +1,78 @@
+"""Finds the checkpoint files in a model folder, and detects truncated files. Does not read tensors."""
+
+import json
+from pathlib import Path
+
+from lorax_server.errors import WeightsError
+
+# In the order that transformers uses, because saving a single file over a sharded checkpoint keeps the old index.
+CHECKPOINT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+MAX_HEADER_BYTES = 100_000_000  # same limit as safetensors
+LFS_POINTER = b"version https://git-lfs"  # content of a file that `git clone` without Git LFS leaves
+
+
+def find_checkpoint(folder: Path) -> Path:
+    for file in CHECKPOINT_FILES:
+        if (folder / file).is_file():
+            return folder / file
+    raise WeightsError(f"{folder}: no weights; looked for {', '.join(CHECKPOINT_FILES)}")
+
+
+def read_index(path: Path) -> dict[str, Path]:
+    """Return the file of each tensor from a weight index."""
+    try:
+        weight_map = json.loads(path.read_text())["weight_map"]
+        files = {str(name): str(file) for name, file in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise WeightsError(f"{path}: not a weight index (a JSON object with a `weight_map`): {error}") from error
+    for file in sorted(set(files.values())):
+        if Path(file).name != file:
+            raise WeightsError(f"{path}: shard {file!r} is not a plain file name")
+        if not (path.parent / file).is_file():
+            raise WeightsError(f"{path}: shard {file!r} is missing from the folder")
+    return {name: path.parent / file for name, file in files.items()}
+
+
+def check_checkpoint(folder: Path) -> None:
+    """Raise `WeightsError` if checkpoint files are missing or truncated."""
+    checkpoint = find_checkpoint(folder)
+    for path in sorted(set(read_index(checkpoint).values())) if checkpoint.suffix == ".json" else [checkpoint]:
+        if path.suffix == ".safetensors" and (problem := find_truncation(path)):
+            raise WeightsError(f"{path}: {problem}")
+
+
+def find_truncation(path: Path) -> str | None:
+    """Return a description if a safetensors file is shorter than its header says, or None.
+
+    Other problems of the file are not detected.
+    """
+    try:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            start = file.read(len(LFS_POINTER))
+            length = int.from_bytes(start[:8], "little")
+            file.seek(8)
+            text = file.read(length) if length <= min(MAX_HEADER_BYTES, size - 8) else None
+    except OSError:
+        return None
+    if start == LFS_POINTER:
+        return "the file is a Git LFS pointer without the weights; run `git lfs pull` in its folder"
+    if size < 8:
+        return f"the file has {size} bytes, so its header is incomplete; was the copy interrupted?"
+    if text is None:
+        return describe_truncation(size, 8 + length) if length <= MAX_HEADER_BYTES else None
+    try:
+        entries = [entry for name, entry in json.loads(text).items() if name != "__metadata__"]
+        needed = 8 + length + max((int(entry["data_offsets"][1]) for entry in entries), default=0)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+        return None
+    return describe_truncation(size, needed) if size < needed else None
+
+
+def describe_truncation(size: int, needed: int) -> str:
+    return f"the file has {size} bytes, but its header needs {needed}; was the copy interrupted?"
