@@ -17,7 +17,7 @@ from lorax_server.cli.flags import Parser
 from lorax_server.cli.settings import ParsedSettings, parse
 from lorax_server.config import ServerConfig
 from lorax_server.errors import ConfigError, LoraxError
-from lorax_server.files.checkpoint_files import check_checkpoint
+from lorax_server.files.model_files import check_model_files
 from lorax_server.model_types import check_model_config
 
 logger = logging.getLogger(__name__)
@@ -201,7 +201,7 @@ def _find_model(parsed: ParsedSettings) -> Path:
 
     if (folder := Path(location).expanduser()).is_dir():
         check(folder)
-        check_checkpoint(folder)
+        check_model_files(folder)
         return folder
     from lorax_server.cli.download import find_model  # noqa: PLC0415 - slow
 

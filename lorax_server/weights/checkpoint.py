@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from lorax_server.distributed import ProcessGroup, Shard
 from lorax_server.errors import WeightsError
-from lorax_server.files.checkpoint_files import find_checkpoint, find_truncation, read_index
+from lorax_server.files.model_files import find_checkpoint, find_truncation, read_index
 from lorax_server.kernels import Ops
 from lorax_server.kernels.device import is_host
 from lorax_server.weights.progress import LoadProgress

@@ -151,7 +151,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    (tmp_path / "pytorch_model.bin").touch()  # its content is not checked
+    for file in ("pytorch_model.bin", "tokenizer.json"):
+        (tmp_path / file).touch()  # their content is not checked
     return tmp_path
 
 

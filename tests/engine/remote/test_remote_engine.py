@@ -25,9 +25,9 @@ from lorax_server.engine.remote.remote_engine import (
     next_restart_delay_s,
 )
 from lorax_server.errors import (
-    ConfigError,
     AdapterError,
     AdapterNotFoundError,
+    ConfigError,
     EngineError,
     InputError,
     LoraxError,

@@ -1,9 +1,11 @@
-"""Finds the checkpoint files in a model folder, and detects truncated files. Does not read tensors."""
+"""Finds the files in a model folder, and detects missing and truncated files. Does not read tensors."""
 
 import json
 from pathlib import Path
 
-from lorax_server.errors import WeightsError
+from lorax_server.errors import ConfigError, WeightsError
+from lorax_server.files.adapter_files import OTHER_VOCABULARIES
+from lorax_server.files.names import VOCABULARY_FILE
 
 # In the order that transformers uses, because saving a single file over a sharded checkpoint keeps the old index.
 CHECKPOINT_FILES = (
@@ -13,6 +15,7 @@ CHECKPOINT_FILES = (
     "pytorch_model.bin.index.json",
 )
 MAX_HEADER_BYTES = 100_000_000  # same limit as safetensors
+VOCABULARY_SUFFIXES = (".model", ".tiktoken")  # of other file names that tokenizer classes use
 LFS_POINTER = b"version https://git-lfs"  # content of a file that `git clone` without Git LFS leaves
 
 
@@ -38,12 +41,18 @@ def read_index(path: Path) -> dict[str, Path]:
     return {name: path.parent / file for name, file in files.items()}
 
 
-def check_checkpoint(folder: Path) -> None:
-    """Raise `WeightsError` if checkpoint files are missing or truncated."""
+def check_model_files(folder: Path) -> None:
+    """Raise an error if weights are missing or truncated, or if there is no tokenizer."""
     checkpoint = find_checkpoint(folder)
-    for path in sorted(set(read_index(checkpoint).values())) if checkpoint.suffix == ".json" else [checkpoint]:
+    is_index = checkpoint.name.endswith(".index.json")
+    for path in sorted(set(read_index(checkpoint).values())) if is_index else [checkpoint]:
         if path.suffix == ".safetensors" and (problem := find_truncation(path)):
             raise WeightsError(f"{path}: {problem}")
+    names = (VOCABULARY_FILE, *OTHER_VOCABULARIES)
+    if not any(path.name in names or path.suffix in VOCABULARY_SUFFIXES for path in folder.iterdir()):
+        raise ConfigError(
+            f"{folder}: no tokenizer; looked for {', '.join(names)}; copy the base model's tokenizer files"
+        )
 
 
 def find_truncation(path: Path) -> str | None:
