@@ -22,6 +22,7 @@ from lorax_server.scale.ingress import Ingress
 from lorax_server.scale.ray_router import AdapterRouter, RandomRouter
 from lorax_server.scale.replica import ServerReplica
 from lorax_server.scale.server_process import ServerOptions
+from lorax_server.server.access.model_names import list_base_names
 
 ROUTERS: Mapping[str, type | None] = {"adapters": AdapterRouter, "ray": None, "random": RandomRouter}
 REPORT_INTERVAL_S = 1.0  # between routing reports
@@ -85,7 +86,7 @@ def build_application(scale: ScaleConfig, options: ServerOptions) -> serve.Appli
         max_ongoing_requests=UNLIMITED_REQUESTS,
         ray_actor_options={"num_cpus": 0},
     )
-    names = [config.model_id, *config.served_names]
+    names = [config.model_id, *list_base_names(config.model_id, config.served_names)]
     return ingress.bind(servers, scale.name, names, config.max_body_bytes, config.body_timeout_s)
 
 

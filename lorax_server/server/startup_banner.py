@@ -33,11 +33,11 @@ DEFAULT_URL = "http://127.0.0.1:3000"  # default URL of the lorax client command
 
 def announce_ready(config: ServerConfig, names: ModelNames, keys: KeyRing, url: str) -> None:
     """Log that the server is ready, and print the banner if an examples file is configured."""
-    logger.info("ready: %s serves %s; try it at %s/ui", url, config.model_id, url)
+    logger.info("ready: %s serves %s; try it at %s/ui", url, names.primary_name, url)
     if config.examples is not None and not config.json_logs:
         listed = sorted(names.adapters)
         print(
-            format_banner(url, config.model_id, listed, config.examples, needs_key=not keys.allows_anonymous),
+            format_banner(url, names.primary_name, listed, config.examples, needs_key=not keys.allows_anonymous),
             flush=True,
         )
 

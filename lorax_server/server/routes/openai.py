@@ -57,7 +57,7 @@ async def resolve(context: RequestContext, body: CommonRequest, choice: ModelSel
         return await context.resolve(choice)
     if isinstance(choice, AdapterNotFoundError):
         names = context.service.model_names
-        named = AdapterKey(names.default_source, body.adapter_id or names.strip_base_name(body.model))
+        named = AdapterKey(names.default_source, body.adapter_id or names.strip_base_name(body.model or ""))
         # Check permission first, so that callers cannot probe which adapters exist.
         await context.lookup.check_may_use(named, named.source == HUB, None)
         raise await context.lookup.add_suggestions(choice, named.name, None) from None
@@ -66,7 +66,7 @@ async def resolve(context: RequestContext, body: CommonRequest, choice: ModelSel
 
 def _select_model(body: CommonRequest, names: ModelNames) -> ModelSelection:
     """Return the model selected by `model`, or by `adapter_id` or `merged_adapters` if `model` names no adapter."""
-    model, token = names.strip_base_name(body.model), body.api_token or None
+    model, token = names.strip_base_name(body.model or ""), body.api_token or None
     if body.merged_adapters is not None:
         check(not model, "`model` and `merged_adapters` name different adapters; use only one of them")
         check(not body.adapter_id, "at most one of `adapter_id` or `merged_adapters` may be provided")
@@ -75,7 +75,7 @@ def _select_model(body: CommonRequest, names: ModelNames) -> ModelSelection:
     if body.adapter_id and body.adapter_id != model:
         check(not model, "`model` and `adapter_id` name different adapters; use only one of them")
         return names.select_adapter_id(body.adapter_id, body.adapter_source, token)
-    return names.select_model(body.model, body.adapter_source, token)
+    return names.select_model(body.model or "", body.adapter_source, token)
 
 
 # --- Parameters -------------------------------------------------------------------------------------------------------
