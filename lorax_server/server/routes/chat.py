@@ -15,7 +15,7 @@ from lorax_server.server.access.model_names import ModelSelection
 from lorax_server.server.checks import check
 from lorax_server.server.generations import RemoteGeneration, finish_all
 from lorax_server.server.http.error_responses import json_response
-from lorax_server.server.request_context import RequestContext, RequestOptions
+from lorax_server.server.request_context import RequestContext, RequestOptions, constrain
 from lorax_server.server.routes import openai
 from lorax_server.server.schemas.openai import ChatCompletionRequest, ChatCompletionResponse, Message, TextPart
 from lorax_server.server.schemas.unsupported_fields import CHAT, reject_unsupported
@@ -83,7 +83,10 @@ async def prepare(
         if tools is not None:
             structure = await asyncio.to_thread(output_format.build_grammar, model.tokenizer, prompt, structure)
         model = model._replace(tokenizer=model.tokenizer.with_visible_tokens(output_format.markers))
-    options = replace(options, structure=structure)
+    may_be_text = tools is not None and not tools.is_required
+    may_reason = tools is not None and output_format is not None and output_format.has_reasoning
+    has_text = may_be_text or may_reason  # text has no default limit
+    options = replace(options, structure=structure) if has_text else constrain(service, options, structure)
     return PreparedChat(await context.prepare(model, prompt, options), prompt, output_format)
 
 

@@ -15,8 +15,7 @@ ANY_TEXT = r"(.|\n)*"
 OPTIONAL_WHITESPACE = r"[ \n]*"
 OBJECT_START = rf'(\[{OPTIONAL_WHITESPACE})?\{{{OPTIONAL_WHITESPACE}"(name|type)"'  # how a call in plain JSON starts
 OPTIONS = "x-guidance"  # llguidance's options keyword
-# A line break with indentation, or up to two spaces. Without a limit, a model can write whitespace without end.
-WHITESPACE = r"\r?\n[ \t]{0,32}|[ \t]{1,2}"
+WHITESPACE = " "  # optional between JSON tokens; models may pad arrays with any whitespace that the grammar allows
 
 MAX_GRAMMAR_CHARACTERS = 2**18
 KEYWORDS = frozenset({"type", "properties", "required", "additionalProperties", *DEFINITIONS, OPTIONS})

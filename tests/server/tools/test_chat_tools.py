@@ -244,6 +244,48 @@ def test_too_large_tool_schemas_are_rejected() -> None:
     assert not server.engine.added
 
 
+# --- Default token limit ----------------------------------------------------------------------------------------------
+
+FORMAT = {"type": "json_object"}
+PLAIN = "{{ tools }}<tool_call>"  # a template without reasoning
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "limit"),
+    [
+        (PLAIN, {"response_format": FORMAT}, 50),
+        (HERMES, {"response_format": FORMAT}, 50),
+        (PLAIN, {"guided_regex": "a*", "min_tokens": 60}, 60),
+        (PLAIN, {"response_format": FORMAT, "max_tokens": 90}, 90),
+        (PLAIN, {"response_format": FORMAT, "max_completion_tokens": 10}, 10),
+        (PLAIN, {}, None),
+        (PLAIN, {"tools": TOOLS, "tool_choice": "required"}, 50),
+        (PLAIN, {"tools": TOOLS, "parallel_tool_calls": False}, None),  # the model may write text instead
+        (HERMES, {"tools": TOOLS, "tool_choice": "required"}, None),  # the model may reason before the call
+    ],
+)
+def test_structured_output_has_default_token_limit(template: str, fields: dict[str, Any], limit: int | None) -> None:
+    server = ScriptedServer(CALL, template, default_structured_tokens=50)
+    assert server.chat(**fields).status == 200
+    (request,) = server.engine.added
+    assert request.stop.max_new_tokens == limit or (limit is None and request.stop.max_new_tokens > 50_000)
+    if "max_tokens" not in fields and "tools" not in fields and "response_format" in fields:
+        limits = {"text": {"format": FORMAT}, "max_output_tokens": fields.get("max_completion_tokens")}
+        assert server.respond(**limits).status == 200
+        assert server.engine.added[-1].stop.max_new_tokens == limit
+
+
+def test_structured_output_has_default_token_limit_on_other_routes() -> None:
+    server = ScriptedServer(default_structured_tokens=50)
+    parameters = {"response_format": {"type": "json_object", "schema": {}}}
+    for path, body in {
+        "/generate": {"inputs": "ask", "parameters": parameters},
+        "/v1/completions": {"prompt": "ask", "guided_choice": ["a"]},
+    }.items():
+        assert server.post(path, body).status == 200
+    assert [request.stop.max_new_tokens for request in server.engine.added] == [50, 16]
+
+
 # --- Conversations ----------------------------------------------------------------------------------------------------
 
 
