@@ -292,6 +292,9 @@ class ServerConfig(AccessConfig, LimitsConfig, LogConfig):
         f"tool call format, or adapter=format: {', '.join(TOOL_PARSERS)}",
         none="detected from the chat template",
     )
+    describe_tools: bool = setting(
+        True, "with --tool-parser, write tools into the system message if the chat template does not render them"
+    )
     separate_reasoning: bool = setting(
         False, "return <think> text as reasoning_content, unless the request overrides it"
     )

@@ -26,6 +26,7 @@ from lorax_server.server.telemetry.tracing import Tracer
 from lorax_server.server.tokenizers import Tokenizers
 from lorax_server.text.generation_defaults import GenerationDefaults, load_generation_defaults
 from lorax_server.text.tokenizer import load_tokenizer
+from lorax_server.text.tools.formats import renders_tools
 from lorax_server.types import AdapterRef, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,7 @@ class Service:
             defaults = await asyncio.to_thread(load_generation_defaults, folder)
             _check_defaults(defaults)
             tokenizers = Tokenizers(base, folder)
+            _log_tool_prompt(config, tokenizers.find_template(base, has_tools=True))
             closing.push_async_callback(tokenizers.close)
             await tokenizers.start()
             if config.adapters_dir:
@@ -169,6 +171,15 @@ def _make_names(config: ServerConfig) -> ModelNames:
     for source, name in config.engine.preload:
         names.add_alias(name, source, name)
     return names
+
+
+def _log_tool_prompt(config: ServerConfig, template: str | None) -> None:
+    if config.tool_parsers and config.describe_tools and template is not None and not renders_tools(template):
+        logger.info(
+            "the chat template does not render tools, so their definitions are written into the system message for %s; "
+            "--describe-tools false disables this",
+            ", ".join(f"--tool-parser {parser}" for parser in config.tool_parsers),
+        )
 
 
 def _shutting_down() -> EngineError:

@@ -22,7 +22,7 @@ from lorax_server.server.schemas.unsupported_fields import CHAT, reject_unsuppor
 from lorax_server.server.service import Service
 from lorax_server.server.tools.messages import MessageWriter, normalize_tool_calls
 from lorax_server.server.tools.output_format import OutputFormat, choose_output_format
-from lorax_server.server.tools.tool_definitions import ToolDefinitions, parse_tool_definitions
+from lorax_server.server.tools.tool_definitions import parse_tool_definitions
 from lorax_server.text.detokenizer import Detokenizer
 from lorax_server.text.tokenizer import TextTokenizer
 
@@ -78,7 +78,7 @@ async def prepare(
     requested = body.separate_reasoning
     separate_reasoning = service.config.separate_reasoning if requested is None else requested
     output_format = choose_output_format(service.config, context.record.adapter_id, template, tools, separate_reasoning)
-    prompt = await _render(context, model.tokenizer, template, body, tools)
+    prompt = await _render(context, model.tokenizer, template, body, output_format)
     if output_format is not None:
         if tools is not None:
             structure = await asyncio.to_thread(output_format.build_grammar, model.tokenizer, prompt, structure)
@@ -117,7 +117,7 @@ async def _render(
     tokenizer: TextTokenizer,
     template: str,
     body: ChatCompletionRequest,
-    tools: ToolDefinitions | None,
+    output_format: OutputFormat | None,
 ) -> str:
     if body.guideline is None and re.search(r"\bguideline\b", template):
         raise MissingVariableError("Missing template vatiable: guideline")  # LoRAX's message has the same typo
@@ -127,12 +127,15 @@ async def _render(
     if body.guideline is not None:
         variables["guideline"] = body.guideline
     variables["add_generation_prompt"] = body.add_generation_prompt is not False
+    tools = None if output_format is None else output_format.tools
     if tools is not None:
         variables["tools"] = tools.rendered
     has_developer = "developer" in template
     messages = [_to_template_message(index, message, has_developer) for index, message in enumerate(body.messages)]
     if any(message.tool_calls is not None or message.role == "tool" for message in body.messages):
         messages = normalize_tool_calls(messages)
+    if output_format is not None and output_format.describes_tools:
+        messages = output_format.describe_tools(messages)
     return await context.service.tokenizers.render(tokenizer, messages, context.tenant, **variables)
 
 

@@ -3,7 +3,7 @@
 import json
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -73,6 +73,16 @@ class CallRules(NamedTuple):
     markers: MarkerWriter
 
 
+class Call(NamedTuple):
+    """A call of a function."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+    def to_json(self, arguments_key: str) -> str:
+        return json.dumps({"name": self.name, arguments_key: self.arguments}, ensure_ascii=False)
+
+
 class ToolFormat(CallFormat):
     """A tool call format that grammars can enforce."""
 
@@ -88,6 +98,10 @@ class ToolFormat(CallFormat):
         Rules for JSON arguments are written by the caller.
         """
 
+    @abstractmethod
+    def write_calls(self, calls: Sequence[Call]) -> str:
+        """Return calls as the model writes them."""
+
     def prepare(self, functions: Sequence[FunctionSchema]) -> None:
         """Analyze schemas in advance, because parsers run on the event loop."""
 
@@ -102,6 +116,11 @@ class ReasoningTags(NamedTuple):
 
 def to_lark_string(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+def write_json_calls(calls: Sequence[Call], arguments_key: str) -> str:
+    """Return a JSON list of calls."""
+    return f"[{', '.join(call.to_json(arguments_key) for call in calls)}]"
 
 
 def write_call_objects(calls: Sequence[CallGrammar], arguments_key: str, rule: str = "object", before: str = "") -> str:
