@@ -127,17 +127,18 @@ def test_printed_commands_work(demo: Demo) -> None:
     commands = [part.strip() for part in shown.split("\n\n") if part.strip()]
     assert len(commands) == 3
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    prompt, environ = read_examples()[0]["prompt"], {**os.environ, "PATH": path}
     outputs = [
         subprocess.run(
-            command, shell=True, capture_output=True, text=True, check=True, env={**os.environ, "PATH": path}
-        )
+            command, input=f"{prompt}\n", shell=True, capture_output=True, text=True, check=True, env=environ
+        )  # `lorax chat` reads standard input
         for command in commands
     ]
     sentiment, fields, query = (done.stdout.strip() for done in outputs)
     assert sentiment == "positive"
     assert json.loads(fields)["town"] == "Spigford"
     assert json.loads(query)["choices"][0]["message"]["content"].startswith("SELECT price FROM orders WHERE person")
-    assert shlex.split(commands[0])[-1] == read_examples()[0]["prompt"]
+    assert shlex.split(commands[0])[-1] == prompt
 
 
 def test_unknown_adapter_is_rejected_immediately(demo: Demo) -> None:
