@@ -64,23 +64,29 @@ def find_truncation(path: Path) -> str | None:
         with path.open("rb") as file:
             size = path.stat().st_size
             start = file.read(len(LFS_POINTER))
+            if problem := find_header_truncation(start, size, MAX_HEADER_BYTES):
+                return problem
             length = int.from_bytes(start[:8], "little")
             file.seek(8)
-            text = file.read(length) if length <= min(MAX_HEADER_BYTES, size - 8) else None
-    except OSError:
+            text = file.read(min(length, size))
+        entries = [entry for name, entry in json.loads(text).items() if name != "__metadata__"]
+        needed = 8 + length + max((int(entry["data_offsets"][1]) for entry in entries), default=0)
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
         return None
-    if start == LFS_POINTER:
+    return describe_truncation(size, needed) if size < needed else None
+
+
+def find_header_truncation(start: bytes, size: int, max_header_bytes: int) -> str | None:
+    """Return a description if a file of `size` bytes ends within its safetensors header, or None.
+
+    `start` contains the first bytes of the file.
+    """
+    length = int.from_bytes(start[:8], "little")
+    if start.startswith(LFS_POINTER):
         return "the file is a Git LFS pointer without the weights; run `git lfs pull` in its folder"
     if size < 8:
         return f"the file has {size} bytes, so its header is incomplete; was the copy interrupted?"
-    if text is None:
-        return describe_truncation(size, 8 + length) if length <= MAX_HEADER_BYTES else None
-    try:
-        entries = [entry for name, entry in json.loads(text).items() if name != "__metadata__"]
-        needed = 8 + length + max((int(entry["data_offsets"][1]) for entry in entries), default=0)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
-        return None
-    return describe_truncation(size, needed) if size < needed else None
+    return describe_truncation(size, 8 + length) if size - 8 < length <= max_header_bytes else None
 
 
 def describe_truncation(size: int, needed: int) -> str:

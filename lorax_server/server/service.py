@@ -20,6 +20,7 @@ from lorax_server.server.access.rate_limits import AdapterQuota, RateLimits
 from lorax_server.server.adapter_name_index import IN_MEMORY_STAGES, AdapterNameIndex, is_adapter_fault
 from lorax_server.server.checks import collect_sampling_fields
 from lorax_server.server.generations import cancel_all
+from lorax_server.server.http.hosts import is_loopback
 from lorax_server.server.telemetry.audit import AdminAction, AuditLog
 from lorax_server.server.telemetry.metrics import Metrics
 from lorax_server.server.telemetry.tracing import Tracer
@@ -32,6 +33,7 @@ from lorax_server.types import AdapterRef, SamplingParams
 logger = logging.getLogger(__name__)
 
 SHUTDOWN_RETRY_S = 1.0
+FORWARDING_HEADERS = ("forwarded", "via", "x-forwarded-for", "x-real-ip")  # a proxy may add them
 MAX_IDENTITIES_PER_QUERY = 1000  # identities in one query to the engine
 
 
@@ -68,6 +70,11 @@ class Service:
     @property
     def is_ready(self) -> bool:
         return self.engine.is_healthy and not self.is_draining
+
+    @property
+    def allows_local_admin(self) -> bool:
+        """Return True if callers may change adapters without a key, because all of them run on this machine."""
+        return self.keys.is_empty and is_private_to_machine(self.config)
 
     # --- Startup and shutdown -----------------------------------------------------------------------------------------
 
@@ -135,10 +142,12 @@ class Service:
         return self.keys.identify(headers.get("authorization"))
 
     def check_admin(self, request: Request, action: str, adapter_id: str) -> Key:
-        """Return the caller's key, or raise if it is not an admin key. The audit log records the outcome."""
+        """Return the caller's key, or raise if it may not change adapters. The audit log records the outcome."""
         key: Key = request.state.key
         admin_action = request.state.admin_action = AdminAction(action, adapter_id)
-        self.keys.check_admin(key)
+        is_forwarded = any(name in request.headers for name in FORWARDING_HEADERS)
+        if is_forwarded or not self.allows_local_admin:
+            self.keys.check_admin(key)
         admin_action.key = key.name
         return key
 
@@ -158,6 +167,12 @@ class Service:
             for identity in identities:
                 if identity not in in_memory:
                     self.adapter_index.remove(identity, only=name)
+
+
+def is_private_to_machine(config: ServerConfig) -> bool:
+    """Return True if only programs on this machine, and no web pages of other hosts, can send requests."""
+    is_exposed = config.allowed_hosts or config.cors.allow_origins or config.replica_secret is not None
+    return is_loopback(config.host) and not is_exposed
 
 
 def _make_names(config: ServerConfig) -> ModelNames:

@@ -32,7 +32,7 @@ from lorax_server.structured_output import request_formats
 from lorax_server.types import MAX_SEED, FinishReason, SamplingParams, StopParams, Structure
 
 TAG = "OpenAI Compatible"
-STATUSES = (400, 401, 403, 404, 408, 413, 415, 422, 424, 429, 500, 503, 504)
+STATUSES = (400, 401, 403, 404, 408, 413, 415, 422, 429, 500, 503, 504)
 ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": OpenAIErrorResponse} for status in STATUSES}
 FINGERPRINT = f"lorax-{__version__}"
 
