@@ -260,6 +260,9 @@ class LimitsConfig(Settings):
     max_best_of: int = setting(2, "maximum best_of")
     max_choices: int = setting(128, "maximum completions per request, over all prompts")
     max_stop_sequences: int = setting(4, "maximum stop sequences per request")
+    default_structured_tokens: int = setting(
+        1024, "token limit for structured output if the request sets no limit, because lists may never end"
+    )
     max_logprobs: int = setting(20, "maximum logprobs alternatives per token", at_least=0)
     max_input_length: int | None = setting(None, "maximum prompt tokens", none="one less than --max-total-tokens")
     request_timeout_s: float | None = setting(
@@ -299,6 +302,9 @@ class ServerConfig(AccessConfig, LimitsConfig, LogConfig):
         (),
         f"tool call format, or adapter=format: {', '.join(TOOL_PARSERS)}",
         none="detected from the chat template",
+    )
+    describe_tools: bool = setting(
+        True, "with --tool-parser, write tools into the system message if the chat template does not render them"
     )
     separate_reasoning: bool = setting(
         False, "return <think> text as reasoning_content, unless the request overrides it"

@@ -16,6 +16,7 @@ from lorax_server.process_tuning import (
     set_gil_switch_interval,
     set_malloc_thresholds,
     set_mimalloc_purge_delay,
+    set_process_title,
     tune_gc,
 )
 from lorax_server.types import EngineInfo
@@ -42,6 +43,7 @@ def serve_forever(config: ServerConfig) -> int:
     from lorax_server.server.access.keys import KeyRing  # noqa: PLC0415
     from lorax_server.server.run import run  # noqa: PLC0415
 
+    set_process_title("server")
     set_malloc_thresholds()
     set_mimalloc_purge_delay()
     keys = KeyRing(config.api_keys, config.admin_key, config.keys_file)
@@ -59,6 +61,7 @@ def run_engine(logs: LogFormat | None, config: EngineConfig, address: str) -> No
     from lorax_server.build import build_engine, build_vocabulary, warm_up  # noqa: PLC0415
     from lorax_server.server.telemetry.logs import configure_logging  # noqa: PLC0415
 
+    set_process_title("engine")
     if logs is not None:
         configure_logging(logs.level, logs.is_json)
     limit_malloc_arenas()

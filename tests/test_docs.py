@@ -61,6 +61,17 @@ def test_readme_fallback_architecture_count_is_current() -> None:
     assert f"{len(types)} other architectures" in (DOCS.parent / "README.md").read_text()
 
 
+def test_no_page_installs_lorax_client_with_dependencies() -> None:
+    """Its dependencies would replace the server's version of huggingface_hub."""
+    root = DOCS.parent
+    patterns = ("*.md", "Dockerfile", "Makefile", "docs/*.md", "demo/*.md", "deploy/**/*", "lorax_server/**/*")
+    files = [file for pattern in patterns for file in root.glob(pattern) if file.is_file()]
+    text = "\n".join(file.read_text(errors="ignore") for file in files if file.suffix != ".so")
+    commands = re.findall(r".*install .*lorax[-_]client.*", text)
+    assert commands
+    assert all("--no-deps" in command for command in commands), commands
+
+
 def test_model_example_runs(tmp_path: Path, forks: ForkServerContext) -> None:
     save(tmp_path / "my-model", make_model(SERVED["stablelm"]()), make_tokenizer())
     (block,) = re.findall(r"```python\n(.*?)```", (DOCS / "generation.md").read_text(), flags=re.DOTALL)

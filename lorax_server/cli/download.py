@@ -12,9 +12,9 @@ from huggingface_hub import get_token
 from lorax_server.adapters.sources.hub import HubSource
 from lorax_server.adapters.sources.remote import RemoteSource
 from lorax_server.adapters.sources.s3 import S3Source
-from lorax_server.cli.settings import check_model_folder
 from lorax_server.errors import AdapterAccessError, AdapterNotFoundError, ConfigError, SourceError, WeightsError
 from lorax_server.files.adapter_files import is_template_file
+from lorax_server.files.names import MODEL_CONFIG_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -37,11 +37,17 @@ def find_model(
     token: str | None = None,
     endpoint: str | None = None,
     offline: bool = False,
+    *,
+    check: Callable[[Path], None],
 ) -> Path:
-    """Return the model folder, and download it if necessary. `endpoint` is the hub or S3 address."""
+    """Return the model folder, and download it if necessary. `endpoint` is the hub or S3 address.
+
+    `check` raises an error for an unsupported model. It is called with a folder that may contain only config.json.
+    """
     folder = Path(model_id).expanduser()
     if folder.is_dir():
-        return check_model_folder(folder)
+        check(folder)
+        return folder
     if source != "s3" and model_id.startswith(("/", ".", "~", "\\")):
         raise ConfigError(f"model {model_id!r}: there is no such folder; check the path")
     options: dict[str, Any] = {
@@ -55,10 +61,10 @@ def find_model(
             if not path:
                 raise ConfigError(f"model {model_id!r}: an S3 model must have the form s3://bucket/path")
             bucket_source = S3Source(bucket, cache / "s3-models", endpoint_url=endpoint, **options)
-            return check_model_folder(_download(bucket_source, path))
+            return _download(check, bucket_source, path)
         # Unlike adapters, the model may use the stored token of the user who starts the server.
         make = partial(HubSource, cache, endpoint, token or get_token(), **options)
-        return check_model_folder(_find_on_hub(make, f"{model_id}@{revision}" if revision else model_id, offline))
+        return _find_on_hub(check, make, f"{model_id}@{revision}" if revision else model_id, offline)
     except (AdapterAccessError, AdapterNotFoundError) as error:
         hint = "" if offline else f". {HINTS[source]}"
         raise ConfigError(f"{error}{hint}") from error
@@ -68,26 +74,31 @@ def find_model(
         raise
 
 
-def _find_on_hub(make: Callable[..., HubSource], name: str, offline: bool) -> Path:
+def _find_on_hub(check: Callable[[Path], None], make: Callable[..., HubSource], name: str, offline: bool) -> Path:
     """Download a model and return its folder. If `offline` is set or the hub fails, return the cached version."""
     failure = None
     if not offline:
         try:
-            return _download(make(offline=False), name)
+            return _download(check, make(offline=False), name)
         except SourceError as error:
             failure = error
     cached = make(offline=True)
     try:
         files = cached.find(name, None)
-    except AdapterNotFoundError as error:
+    except (AdapterNotFoundError, WeightsError) as error:
+        if isinstance(error, WeightsError):  # an interrupted download left only config.json
+            error = AdapterNotFoundError(f"model {name!r}: its weights are not found in the cache")
         raise failure or error  # noqa: B904 - the failure already has a cause
     if failure is not None:
         logger.warning("%s; using the version in the cache", failure)
-    return cached.fetch(files, list(files.sizes), None)
+    folder = cached.fetch(files, list(files.sizes), None)
+    check(folder)
+    return folder
 
 
-def _download(source: RemoteSource, name: str) -> Path:
+def _download(check: Callable[[Path], None], source: RemoteSource, name: str) -> Path:
     files = source.find(name, None)
+    check(source.fetch(files, [name for name in files.sizes if name == MODEL_CONFIG_FILE], None))
     logger.info("model %r: downloading the missing ones of %d files", name, len(files.sizes))
     return source.fetch(files, list(files.sizes), None)
 

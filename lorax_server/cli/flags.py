@@ -246,6 +246,10 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         arguments, unknown = self.parse_known_args(args, namespace)
+        if unknown and not unknown[0].startswith("-"):
+            is_server = "--model-id" in self._option_string_actions
+            hint = f"use --model-id {unknown[0]}" if is_server else "put quotes around the prompt, or see --help"
+            self.error(f"unexpected argument {unknown[0]!r}; {hint}")
         if unknown:
             names = [name for action in self._actions for name in action.option_strings]
             close = difflib.get_close_matches(unknown[0].partition("=")[0], names, 1)

@@ -272,6 +272,11 @@ class Ops(Protocol):
     # --- capabilities ---
 
     @property
+    def name(self) -> str:
+        """Return the name of the backend and its instruction set, for the log."""
+        ...
+
+    @property
     def records_graphs(self) -> bool:
         """Return True if graphs can replay a step, that is, no kernel depends on host values."""
         ...

@@ -27,6 +27,7 @@ from lorax_server.kernels.ops import (
 MAX_SCORE_ELEMENTS = 2**27  # limits the memory for attention scores of long prompts
 
 # The properties of `Ops`.
+name = "reference (torch)"
 records_graphs = False
 has_fast_bfloat16 = False
 max_lora_rank: int | None = None

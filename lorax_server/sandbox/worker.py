@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from lorax_server.process_tuning import set_process_title
 from lorax_server.sandbox.task import MAX_ERROR_CHARACTERS, SandboxTask, TaskError
 
 LENGTH = struct.Struct(">Q")
@@ -118,6 +119,7 @@ def _die_with_parent() -> None:
 def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     _die_with_parent()
+    set_process_title("sandbox")
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for module in sys.argv[2:]:

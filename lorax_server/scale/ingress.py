@@ -55,7 +55,8 @@ MAX_BUFFERED_BYTES = 2**30
 PROBES = ("/", "/health", "/ping", "/startup")
 # Adapter errors that are retried on another replica, which may have the adapter or a token for it.
 ADAPTER_STATUS = 424
-ADAPTER_CODES = (b'"model_not_found"', b'"model_access_denied"')  # OpenAI error codes with status 404 and 403
+# OpenAI error codes with status 404, 403 and 400.
+ADAPTER_CODES = (b'"model_not_found"', b'"model_access_denied"', b'"invalid_adapter"')
 TOKEN_NOTE = (
     b"only the replica that responded has used api_token, and no replica stores it; the other replicas need a token of "
     b"their own: in requests for the adapter, or HF_TOKEN and --use-global-hf-token on each machine"
@@ -277,7 +278,7 @@ def _raw_path(request: Request) -> str:
 
 def _should_try_another_replica(status: int, body: bytes, key: RoutingKey) -> bool:
     """Return True if another replica may be able to serve a failed request."""
-    if status in (403, 404):
+    if status in (400, 403, 404):
         return bool(key.adapter) and any(code in body for code in ADAPTER_CODES)
     return status == 503 or (bool(key.adapter) and status == ADAPTER_STATUS)
 

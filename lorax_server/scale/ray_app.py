@@ -22,6 +22,7 @@ from lorax_server.scale.ingress import Ingress
 from lorax_server.scale.ray_router import AdapterRouter
 from lorax_server.scale.replica import ServerReplica
 from lorax_server.scale.server_process import ServerOptions
+from lorax_server.server.access.model_names import list_base_names
 
 REPORT_INTERVAL_S = 1.0  # between routing reports
 REPORTS_PER_LOOK_BACK = 3  # autoscaling reports per averaging period
@@ -83,7 +84,7 @@ def build_application(scale: ScaleConfig, options: ServerOptions) -> serve.Appli
         max_ongoing_requests=UNLIMITED_REQUESTS,
         ray_actor_options={"num_cpus": 0},
     )
-    names = [config.model_id, *config.served_names]
+    names = [config.model_id, *list_base_names(config.model_id, config.served_names)]
     return ingress.bind(servers, scale.name, names, config.max_body_bytes, config.body_timeout_s)
 
 

@@ -57,7 +57,8 @@ class _Entry(NamedTuple):
 async def list_page(service: Service, key: Key, query: PageQuery = PageQuery()) -> dict[str, Any]:  # noqa: B008 - frozen
     """Return one page of adapters as a response body."""
     entries = [] if query.after.startswith(HASH_CURSOR) else await _list_by_name(service, key, query)
-    if key.is_admin and len(entries) <= query.limit:
+    is_admin = key.is_admin or service.allows_local_admin
+    if is_admin and len(entries) <= query.limit:
         entries += _list_unlisted(service, query, query.limit + 1 - len(entries))
     page = entries[: query.limit]
     following = _make_cursor(page[-1], entries[query.limit]) if len(entries) > query.limit else None
@@ -127,7 +128,7 @@ def _list_also(service: Service, key: Key, also: Sequence[str], page: Sequence[_
         selection = names.select_adapter(adapter_id, None)
         (name,), (allowed,) = selection.adapter_keys, selection.access_keys
         is_listed, is_on_page = selection.label in names.adapters, selection.label in aliases or name in others
-        is_hidden = index.is_private(name) and not (is_listed or key.is_admin)
+        is_hidden = index.is_private(name) and not (is_listed or key.is_admin or service.allows_local_admin)
         if not (is_on_page or is_hidden) and key.may_use(*allowed, names.default_source, name.source == HUB):
             entries[selection.label] = _Entry(selection.label, name, index.latest_identity(name), is_listed)
     return list(entries.values())

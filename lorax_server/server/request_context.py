@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 CLIENT_DISCONNECTED_STATUS = 499  # for the log only
 BEARER_PREFIX = "bearer "
 SAFE_HEADER_CHARACTERS = "/@:,.-_ +"  # these characters are not percent-encoded in headers
+LONG_REQUEST_S = 180.0  # requests that run longer are logged once
 MAX_INLINE_TOKENS = 2000  # including alternatives; encoding fewer tokens is faster than a thread switch
 
 
@@ -91,6 +92,7 @@ class RequestContext:
         self._started_at = time.monotonic()
         self._permit: Permit | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._long_timer = asyncio.get_running_loop().call_later(LONG_REQUEST_S, self._log_long_request)
         self._stopped: asyncio.Future[LoraxError] = asyncio.get_running_loop().create_future()
         self._num_characters = 0
         self._adapter_tier = ""  # tier of the adapter when the request arrived
@@ -150,6 +152,14 @@ class RequestContext:
             self._stopped.set_result(error)
         for generation in self.generations:
             generation.stop(error)
+
+    def _log_long_request(self) -> None:
+        logger.warning(
+            "request %s is still running after %g s and has %d tokens; set a token limit in the request, or use "
+            "--request-timeout-s",
+            *(self.record.request_id, LONG_REQUEST_S),
+            sum(len(generation.completion.token_ids) for generation in self.generations),
+        )
 
     @property
     def tenant(self) -> str:
@@ -312,6 +322,7 @@ class RequestContext:
     def _finish(self, is_disconnected: bool) -> None:
         """Release the request's resources and record its outcome in metrics, traces and the log."""
         self.service.running.discard(self)
+        self._long_timer.cancel()
         if self._timer is not None:
             self._timer.cancel()
         record = self.record
@@ -395,6 +406,18 @@ class RequestContext:
         }
         values = {name: int(value * 1000) for name, value in milliseconds.items()} | counts
         return self.stream_headers() | {name: str(value) for name, value in values.items()}
+
+
+# --- Limits -----------------------------------------------------------------------------------------------------------
+
+
+def constrain(service: Service, options: RequestOptions, structure: Structure | None) -> RequestOptions:
+    """Return the options with a grammar. If the request sets no token limit, set the limit for structured output."""
+    stop = options.stop
+    if structure is not None and options.may_clamp_max_new_tokens:
+        limit = min(stop.max_new_tokens, service.config.default_structured_tokens)
+        stop = replace(stop, max_new_tokens=max(limit, stop.min_new_tokens))
+    return replace(options, structure=structure, stop=stop)
 
 
 # --- Prompts ----------------------------------------------------------------------------------------------------------

@@ -31,10 +31,15 @@ LARK = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 DECODER = json.JSONDecoder()
+# A regex that matches only JSON whitespace: its characters, groups, classes, alternatives and quantifiers.
+WHITESPACE_PATTERN = re.compile(r"([ \n\r\t\[\]()|*+?]|\\[nrt]|\{\d+(,\d*)?\})*", re.ASCII)
 
 
-def from_json_schema(schema: Mapping[str, Any] | bool | str) -> Structure:
-    """Return a grammar for JSON that matches a draft 2020-12 schema. The compiler rejects unsupported keywords."""
+def from_json_schema(schema: Mapping[str, Any] | bool | str, whitespace: str = WHITESPACE) -> Structure:
+    """Return a grammar for JSON that matches a draft 2020-12 schema. The compiler rejects unsupported keywords.
+
+    `whitespace` is a regex for the optional whitespace between JSON tokens.
+    """
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
@@ -46,7 +51,12 @@ def from_json_schema(schema: Mapping[str, Any] | bool | str) -> Structure:
         raise InputError(f"the JSON schema must be an object (got {type(schema).__name__})")
     if OPTIONS in schema:
         raise InputError(f"the JSON schema has `{OPTIONS}`, which is not a JSON Schema keyword")
-    options = {"whitespace_pattern": WHITESPACE}
+    if not isinstance(whitespace, str) or WHITESPACE_PATTERN.fullmatch(whitespace) is None:
+        raise InputError(
+            f"`whitespace_pattern` must be a regex of spaces, \\n, \\r, \\t, groups and quantifiers "
+            f"(got {str(whitespace)[:64]!r})"
+        )
+    options = {"whitespace_pattern": whitespace}
     return _make(f"start: %json {json.dumps({**prepare_schema(schema), OPTIONS: options})}")
 
 

@@ -1,6 +1,5 @@
 """Find the checkpoint files in a model folder and load tensors from them."""
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from lorax_server.distributed import ProcessGroup, Shard
 from lorax_server.errors import WeightsError
+from lorax_server.files.model_files import find_checkpoint, find_truncation, read_index
 from lorax_server.kernels import Ops
 from lorax_server.kernels.device import is_host
 from lorax_server.weights.progress import LoadProgress
@@ -20,13 +20,6 @@ from lorax_server.weights.reader import WeightsReader
 
 # Checkpoints saved from the inner model (without LM head) lack these tensor name prefixes.
 OPTIONAL_PREFIXES = ("model.", "transformer.", "gpt_neox.")
-# In the order that transformers uses, because saving a single file over a sharded checkpoint keeps the old index.
-CHECKPOINT_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
 
 
 class Placement(TypedDict):
@@ -157,9 +150,9 @@ class StoredTensor:
 
 def open_weights(folder: Path, **placement: Unpack[Placement]) -> Weights:
     """Return the weights in a model folder, from safetensors files or, as a fallback, PyTorch files."""
-    checkpoint = _find_checkpoint(folder)
+    checkpoint = find_checkpoint(folder)
     is_index = checkpoint.suffix == ".json"
-    paths = _read_index(checkpoint) if is_index else {}
+    paths = read_index(checkpoint) if is_index else {}
     tensors: Mapping[str, torch.Tensor | StoredTensor]
     reader = None
     if "safetensors" in checkpoint.name:
@@ -184,21 +177,14 @@ def open_tensors(paths: Mapping[str, Path]) -> dict[str, StoredTensor]:
 
 def estimate_bytes(folder: Path, dtype: torch.dtype) -> int:
     """Return the total size of all weights in bytes, stored as `dtype`. For PyTorch files, return a lower bound."""
-    checkpoint = _find_checkpoint(folder)
-    paths = set(_read_index(checkpoint).values()) if checkpoint.suffix == ".json" else {checkpoint}
+    checkpoint = find_checkpoint(folder)
+    paths = set(read_index(checkpoint).values()) if checkpoint.suffix == ".json" else {checkpoint}
     if "safetensors" not in checkpoint.name:
         return sum(path.stat().st_size for path in paths) * dtype.itemsize // torch.float32.itemsize
     count = 0
     for file in map(_open_safetensors, sorted(paths)):
         count += sum(math.prod(file.get_slice(name).get_shape()) for name in list(file.keys()))
     return count * dtype.itemsize
-
-
-def _find_checkpoint(folder: Path) -> Path:
-    for file in CHECKPOINT_FILES:
-        if (folder / file).is_file():
-            return folder / file
-    raise WeightsError(f"{folder}: no weights; looked for {', '.join(CHECKPOINT_FILES)}")
 
 
 def _candidate_names(name: str) -> tuple[str, ...]:
@@ -210,21 +196,8 @@ def _open_safetensors(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise WeightsError(f"{path}: not a readable safetensors file: {error}") from error
-
-
-def _read_index(path: Path) -> dict[str, Path]:
-    try:
-        weight_map = json.loads(path.read_text())["weight_map"]
-        files = {str(name): str(file) for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise WeightsError(f"{path}: not a weight index (a JSON object with a `weight_map`): {error}") from error
-    for file in sorted(set(files.values())):
-        if Path(file).name != file:
-            raise WeightsError(f"{path}: shard {file!r} is not a plain file name")
-        if not (path.parent / file).is_file():
-            raise WeightsError(f"{path}: shard {file!r} is missing from the folder")
-    return {name: path.parent / file for name, file in files.items()}
+        reason = find_truncation(path) or f"not a readable safetensors file: {error}"
+        raise WeightsError(f"{path}: {reason}") from error
 
 
 def _load_pickles(paths: list[Path]) -> dict[str, torch.Tensor]:

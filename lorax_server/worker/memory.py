@@ -179,12 +179,25 @@ def count_blocks(
     return count
 
 
+def warn_if_cache_is_small(model: PagedCausalLM, config: EngineConfig, num_blocks: int, max_length: int) -> None:
+    """Log a warning if the KV cache cannot hold one request of the maximum length."""
+    num_tokens = num_blocks * config.block_size
+    if num_tokens < max_length:
+        needed = -(-max_length // config.block_size) * block_bytes(model, config.block_size)
+        logger.warning(
+            "the KV cache holds %d tokens, so requests are limited to %d instead of %d tokens; --cache-bytes %d holds "
+            "one request of the maximum length",
+            *(num_tokens, num_tokens, max_length, needed),
+        )
+
+
 class MemoryReportLine(NamedTuple):
-    """A line in the memory report: current size and limit, in bytes."""
+    """A line in the memory report: current size and limit, in bytes, and the flag that changes the limit."""
 
     name: str
     in_use: int
     limit: int | None = None
+    flag: str = ""
 
 
 def report_memory(
@@ -197,12 +210,14 @@ def report_memory(
     weights, is_lazy = model_bytes(model), is_host(model.device)
     rows = [
         MemoryReportLine("weights", weights),
-        MemoryReportLine("adapters", tables if is_lazy else tables + buffer, tables + buffer),
-        MemoryReportLine(f"KV cache for {num_blocks * config.block_size} tokens", 0 if is_lazy else cache, cache),
+        MemoryReportLine("adapters", tables if is_lazy else tables + buffer, tables + buffer, "--adapter-bytes"),
+        MemoryReportLine(
+            f"KV cache for {num_blocks * config.block_size} tokens", 0 if is_lazy else cache, cache, "--cache-bytes"
+        ),
     ]
     if is_lazy:
         rows.append(MemoryReportLine("compiled grammars", 0, GRAMMAR_CACHE_BYTES))
-        rows.append(MemoryReportLine("adapters in host memory", 0, adapter_host_bytes(config)))
+        rows.append(MemoryReportLine("adapters in host memory", 0, adapter_host_bytes(config), "--adapter-host-bytes"))
         total = resident_bytes()
         rows.append(MemoryReportLine("Python, torch and other libraries", total - sum(row.in_use for row in rows)))
         rows.append(MemoryReportLine("resident memory of this process", total, machine_bytes()))
@@ -212,6 +227,7 @@ def report_memory(
         rows.append(MemoryReportLine("left free", free - step_memory.step, total))
     for row in rows:
         limit = "" if row.limit is None else f" of up to {row.limit / 1e6:.0f} MB"
+        limit += f" ({row.flag})" if row.flag else ""
         logger.info("memory: %-40s %8.0f MB%s", row.name, row.in_use / 1e6, limit)
     return rows
 

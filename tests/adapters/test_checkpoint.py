@@ -172,10 +172,9 @@ BROKEN_ENTRIES = {
     **{f"offsets {x}": {"dtype": "F32", "shape": [2], "data_offsets": x} for x in ("08", {"0": 0, "8": 8}, 8, None)},
     **{f"shape {shape}": entry(shape, 0, 8) for shape in ([2.0], [True, 2], ["2"], [None], [[2]], None, 2, "2", [-2])},
     **{f"shape {shape}": entry(shape, 0, 8) for shape in ([-1, -2], [3], [2, 2], [], [0], [2**62], [2**63, 2])},
-    "beyond the file": entry([4], 0, 16),
     "overflow to 8 bytes": entry([2**32, 2**30, 2], 0, 8),
     "overflow to 0 bytes": entry([2**62, 4], 0, 0),
-    **{f"offsets {stop}": entry([2], 0, stop) for stop in (8.0, True, "8", None, -8, 7, 9, 2**63, 10**30, [8])},
+    **{f"offsets {stop}": entry([2], 0, stop) for stop in (8.0, True, "8", None, -8, 7, 2**63, 10**30, [8])},
     **{f"start {start}": entry([2], start, 8) for start in (0.0, False, "0", None, -1, 1, 9)},
     **{f"dtype {x}": entry([2], 0, 8, x) for x in NOT_DTYPES},
     **{f"dtype {x}": entry([8], 0, 8, x) for x in ("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0")},
@@ -188,6 +187,22 @@ def test_invalid_header_entry_is_named(broken: Any, tmp_path: Path) -> None:
     assert read_bytes(tmp_path, file_bytes({"x.lora_A": A}, b"0" * 8))
     with pytest.raises(AdapterError, match=f"adapter '{NAME}': tensor 'x.lora_A'"):
         read_bytes(tmp_path, file_bytes({"x.lora_A": broken}, b"0" * 8))
+
+
+def test_truncated_file_error_names_both_sizes(tmp_path: Path) -> None:
+    whole = file_bytes({"__metadata__": {"format": "pt"}, "x.lora_A": A, "x.lora_B": entry([4], 8, 24)}, b"0" * 24)
+    assert read_bytes(tmp_path, whole)
+    start = f"adapter '{NAME}': adapter_model.safetensors: the file has "
+    for size in (9, 50, len(whole) - 24, len(whole) - 1):
+        needed = len(whole) if size >= len(whole) - 24 else len(whole) - 24
+        with pytest.raises(AdapterError) as caught:
+            read_bytes(tmp_path, whole[:size])
+        assert str(caught.value) == f"{start}{size} bytes, but its header needs {needed}; was the copy interrupted?"
+    for size in (0, 7):
+        with pytest.raises(AdapterError, match=f"{start}{size} bytes, so its header is incomplete"):
+            read_bytes(tmp_path, whole[:size])
+    with pytest.raises(AdapterError, match="adapter_model.safetensors: the file is a Git LFS pointer"):
+        read_bytes(tmp_path, b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
 
 
 @pytest.mark.parametrize(

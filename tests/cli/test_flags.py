@@ -269,7 +269,7 @@ def test_repeated_flags_form_list() -> None:
         ("--modle-id x", {}, "'--modle-id' is not a known flag; did you mean --model-id?"),
         ("--model x", {}, "'--model' is not a known flag"),
         ("--port", {}, "expected one argument"),
-        ("something", {}, "'something' is not a known flag"),
+        ("something", {}, "unexpected argument 'something'; use --model-id something"),
     ],
 )
 def test_invalid_values_are_rejected(line: str, environ: dict[str, str], message: str) -> None:

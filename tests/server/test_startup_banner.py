@@ -37,7 +37,7 @@ def test_banner_shows_urls_and_commands(examples: Path, monkeypatch: pytest.Monk
     first, second, third = commands(text)
     prompt = EXAMPLES[0]["prompt"]
     assert first == ["lorax", "generate", "--adapter", "first", prompt]
-    assert second == ["lorax", "generate", "--adapter", "second", prompt]
+    assert second == ["lorax", "chat", "--adapter", "second"]
     assert third[:2] == ["curl", "http://127.0.0.1:3000/v1/chat/completions"]
     assert json.loads(third[-1]) == {"model": "third", "messages": [{"role": "user", "content": prompt}]}
 
@@ -49,9 +49,12 @@ def test_banner_uses_key_variable_not_key(examples: Path) -> None:
 
 def test_banner_uses_existing_adapters_only(examples: Path) -> None:
     found = commands(format_banner("http://127.0.0.1:3000", "a-model", ["fourth", "mine"], examples))
-    assert [json.loads(words[-1])["model"] for words in found] == ["fourth"]
+    assert [words[2:4] for words in found[:2]] == [["--adapter", "fourth"]] * 2
+    assert json.loads(found[2][-1])["model"] == "fourth"
     text = format_banner("http://127.0.0.1:3000", "a-model", [], examples)
-    assert [json.loads(words[-1])["model"] for words in commands(text)] == ["a-model"]
+    generate, chat, curl = commands(text)
+    assert (generate[1:], chat[1:]) == (["generate", EXAMPLES[0]["prompt"]], ["chat"])
+    assert json.loads(curl[-1])["model"] == "a-model"
     assert "with 0 adapters: none yet." in text
 
 

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import pickle
+import re
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ import torch
 
 from lorax_server.adapters.host import UNIT_BYTES
 from lorax_server.adapters.spec import AdapterSpec
+from lorax_server.cli.flags import FLAGS
 from lorax_server.config import EngineConfig, ModelConfig
 from lorax_server.distributed import FakeGroup
 from lorax_server.errors import BusyError, ConfigError, EngineError
@@ -510,6 +512,36 @@ def test_cpu_memory_report_adds_up_to_rss() -> None:
     limits = {row.name: row.limit for row in rows}
     assert limits["KV cache for 4000 tokens"] == 1000 * block_bytes(model, 4)
     assert limits["adapters in host memory"] == 5 * 10**9
+
+
+def test_memory_report_names_flag_for_each_limit(caplog: pytest.LogCaptureFixture) -> None:
+    model, flags = make_paged("llama-gqa", CPU), {flag.name for flag in FLAGS}
+    with caplog.at_level("INFO", logger=memory.logger.name):
+        rows = memory.report_memory(model, config_of(), None, 1000, memory.StepMemory())
+    named = {row.name: row.flag for row in rows if row.flag}
+    assert named == {
+        "adapters": "--adapter-bytes",
+        "KV cache for 4000 tokens": "--cache-bytes",
+        "adapters in host memory": "--adapter-host-bytes",
+    }
+    assert set(named.values()) <= flags
+    (line,) = [record.message for record in caplog.records if "KV cache" in record.message]
+    assert line.endswith("MB (--cache-bytes)")
+
+
+@pytest.mark.parametrize(("num_blocks", "is_small"), [(249, True), (250, False)])
+def test_warning_for_small_cache_names_sufficient_bytes(
+    num_blocks: int, is_small: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, max_length = make_paged("llama-gqa", CPU), 999
+    memory.warn_if_cache_is_small(model, config_of(), num_blocks, max_length)
+    assert bool(caplog.records) == is_small
+    if is_small:
+        message = caplog.records[0].message
+        assert message.startswith("the KV cache holds 996 tokens, so requests are limited to 996 instead of 999 tokens")
+        num_bytes = int(re.search(r"--cache-bytes (\d+)", message)[1])  # type: ignore[index]
+        assert count_blocks(model, config_of(cache_bytes=num_bytes), 64, max_length) * 4 >= max_length
+        assert count_blocks(model, config_of(cache_bytes=num_bytes - 1), 64, max_length) * 4 < max_length
 
 
 def test_insufficient_memory_error_contains_sizes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,7 @@ def read_sizes(path: Path) -> ModelSizes:
     folder = path.parent if path.name == MODEL_CONFIG_FILE else path
     if not (folder / MODEL_CONFIG_FILE).is_file():
         raise ConfigError(
-            f"--model {str(path)!r} is not a model folder or config.json; `lorax download-weights` downloads a model "
+            f"--model {str(path)!r} is not a model folder or config.json; `lorax download` downloads a model "
             "from the hub and prints its folder"
         )
     return ModelSizes(load_config(ModelConfig(folder)))

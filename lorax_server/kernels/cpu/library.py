@@ -35,6 +35,7 @@ class Library:
 
     def __init__(self) -> None:
         name, path = _find_library()
+        self.name = name
         self.narrow_dtypes = NARROW_DTYPES.get(name, (torch.bfloat16, torch.float16))
         try:
             self._openmp = _load_torch_openmp()

@@ -42,6 +42,7 @@ class TritonOps:
     def __init__(self) -> None:
         self._scratch: dict[tuple[torch.device, int], torch.Tensor] = {}
 
+    name = "Triton"
     records_graphs = True
     has_fast_bfloat16 = True
     max_lora_rank: int | None = MAX_RANK

@@ -13,14 +13,14 @@ from lorax_server.generation.generation import TokenEvent
 from lorax_server.server.checks import check
 from lorax_server.server.generations import RemoteGeneration, finish_all
 from lorax_server.server.http.error_responses import json_response
-from lorax_server.server.request_context import RequestContext, RequestOptions
+from lorax_server.server.request_context import RequestContext, RequestOptions, constrain
 from lorax_server.server.routes import openai
 from lorax_server.server.schemas.openai import ChatCompletionRequest, ChatCompletionResponse, Message, TextPart
 from lorax_server.server.schemas.unsupported_fields import CHAT, reject_unsupported
 from lorax_server.server.service import Service
 from lorax_server.server.tools.messages import MessageWriter, normalize_tool_calls
 from lorax_server.server.tools.output_format import OutputFormat, choose_output_format
-from lorax_server.server.tools.tool_definitions import ToolDefinitions, parse_tool_definitions
+from lorax_server.server.tools.tool_definitions import parse_tool_definitions
 from lorax_server.text.detokenizer import Detokenizer
 from lorax_server.text.tokenizer import TextTokenizer
 
@@ -77,12 +77,15 @@ async def prepare(context: RequestContext, body: ChatCompletionRequest) -> Prepa
     requested = body.separate_reasoning
     separate_reasoning = service.config.separate_reasoning if requested is None else requested
     output_format = choose_output_format(service.config, context.record.adapter_id, template, tools, separate_reasoning)
-    prompt = await _render(context, model.tokenizer, template, body, tools)
+    prompt = await _render(context, model.tokenizer, template, body, output_format)
     if output_format is not None:
         if tools is not None:
             structure = await asyncio.to_thread(output_format.build_grammar, model.tokenizer, prompt, structure)
         model = model._replace(tokenizer=model.tokenizer.with_visible_tokens(output_format.markers))
-    options = replace(options, structure=structure)
+    may_be_text = tools is not None and not tools.is_required
+    may_reason = tools is not None and output_format is not None and output_format.has_reasoning
+    has_text = may_be_text or may_reason  # text has no default limit
+    options = replace(options, structure=structure) if has_text else constrain(service, options, structure)
     return PreparedChat(await context.prepare(model, prompt, options), prompt, output_format)
 
 
@@ -113,7 +116,7 @@ async def _render(
     tokenizer: TextTokenizer,
     template: str,
     body: ChatCompletionRequest,
-    tools: ToolDefinitions | None,
+    output_format: OutputFormat | None,
 ) -> str:
     if body.guideline is None and re.search(r"\bguideline\b", template):
         raise MissingVariableError("Missing template vatiable: guideline")  # LoRAX's message has the same typo
@@ -123,12 +126,15 @@ async def _render(
     if body.guideline is not None:
         variables["guideline"] = body.guideline
     variables["add_generation_prompt"] = body.add_generation_prompt is not False
+    tools = None if output_format is None else output_format.tools
     if tools is not None:
         variables["tools"] = tools.rendered
     has_developer = "developer" in template
     messages = [_to_template_message(index, message, has_developer) for index, message in enumerate(body.messages)]
     if any(message.tool_calls is not None or message.role == "tool" for message in body.messages):
         messages = normalize_tool_calls(messages)
+    if output_format is not None and output_format.describes_tools:
+        messages = output_format.describe_tools(messages)
     return await context.service.tokenizers.render(tokenizer, messages, context.tenant, **variables)
 
 

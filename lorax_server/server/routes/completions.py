@@ -16,7 +16,7 @@ from lorax_server.generation.generation import TokenEvent, find_token_offsets
 from lorax_server.server.checks import check
 from lorax_server.server.generations import RemoteGeneration, finish_all
 from lorax_server.server.http.error_responses import json_response
-from lorax_server.server.request_context import RequestContext, RequestOptions
+from lorax_server.server.request_context import RequestContext, RequestOptions, constrain
 from lorax_server.server.routes import openai
 from lorax_server.server.schemas.openai import CompletionRequest, CompletionResponse
 from lorax_server.server.schemas.unsupported_fields import COMPLETIONS, reject_unsupported
@@ -46,7 +46,7 @@ async def _complete(context: RequestContext, body: CompletionRequest) -> Respons
     num_choices, num_candidates = body.n or 1, body.best_of or body.n or 1
     options = _to_options(context.service, body, len(prompts), num_choices, num_candidates)
     await context.admit(num_candidates * len(prompts), bool(body.stream))
-    options = replace(options, structure=await openai.read_structure(body))
+    options = constrain(context.service, options, await openai.read_structure(body))
     model = await openai.resolve(context, body)
     groups = []
     for prompt in prompts:

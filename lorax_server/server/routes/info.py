@@ -207,7 +207,7 @@ def _models(service: Service, key: Key, allowed: list[tuple[str, AdapterKey]]) -
         "owned_by": "lorax",
         "max_model_len": service.max_total_tokens,
     }
-    bases = dict.fromkeys((names.primary_name, *config.served_names)) if key.base_model else ()
+    bases = names.listed_base_names if key.base_model else ()
     models = [{"id": name, **common, "root": config.model_id, "parent": None} for name in bases]
     adapters = ({"id": alias, **common, "root": name.name, "parent": names.primary_name} for alias, name in allowed)
     return [*models, *adapters]

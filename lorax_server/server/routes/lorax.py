@@ -3,7 +3,6 @@
 import asyncio
 import secrets
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -17,7 +16,7 @@ from lorax_server.server.checks import check, check_stop_strings, collect_sampli
 from lorax_server.server.generations import RemoteGeneration, finish_all
 from lorax_server.server.http.error_responses import json_response
 from lorax_server.server.http.sse import encode_events
-from lorax_server.server.request_context import RequestContext, RequestOptions
+from lorax_server.server.request_context import RequestContext, RequestOptions, constrain
 from lorax_server.server.schemas.lorax import (
     CompatGenerateRequest,
     ErrorResponse,
@@ -68,7 +67,7 @@ async def _prepare(context: RequestContext, body: GenerateRequest, is_stream: bo
     reject_misplaced(body.model_extra, GenerateParameters.model_fields)
     options = to_options(service, body.inputs, parameters, is_stream)
     await context.admit(len(options.seeds), is_stream)
-    options = replace(options, structure=await read_structure(parameters))
+    options = constrain(service, options, await read_structure(parameters))
     return await context.prepare(await context.resolve(choice), body.inputs, options)
 
 

@@ -33,7 +33,7 @@ from lorax_server.structured_output import request_formats
 from lorax_server.types import MAX_SEED, FinishReason, SamplingParams, StopParams, Structure
 
 TAG = "OpenAI Compatible"
-STATUSES = (400, 401, 403, 404, 408, 413, 415, 422, 424, 429, 500, 503, 504)
+STATUSES = (400, 401, 403, 404, 408, 413, 415, 422, 429, 500, 503, 504)
 ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": OpenAIErrorResponse} for status in STATUSES}
 FINGERPRINT = f"lorax-{__version__}"
 
@@ -55,7 +55,7 @@ async def resolve(context: RequestContext, body: CommonRequest) -> ResolvedModel
     try:
         selection = _select_model(body, names)
     except AdapterNotFoundError as error:
-        named = AdapterKey(names.default_source, body.adapter_id or names.strip_base_name(body.model))
+        named = AdapterKey(names.default_source, body.adapter_id or names.strip_base_name(body.model or ""))
         # Check permission first, so that callers cannot probe which adapters exist.
         await context.lookup.check_may_use(named, named.source == HUB, None)
         raise await context.lookup.add_suggestions(error, named.name, None) from None
@@ -64,7 +64,7 @@ async def resolve(context: RequestContext, body: CommonRequest) -> ResolvedModel
 
 def _select_model(body: CommonRequest, names: ModelNames) -> ModelSelection:
     """Return the model selected by `model`, or by `adapter_id` or `merged_adapters` if `model` names no adapter."""
-    model, token = names.strip_base_name(body.model), body.api_token or None
+    model, token = names.strip_base_name(body.model or ""), body.api_token or None
     if body.merged_adapters is not None:
         check(not model, "`model` and `merged_adapters` name different adapters; use only one of them")
         check(not body.adapter_id, "at most one of `adapter_id` or `merged_adapters` may be provided")
@@ -73,7 +73,7 @@ def _select_model(body: CommonRequest, names: ModelNames) -> ModelSelection:
     if body.adapter_id and body.adapter_id != model:
         check(not model, "`model` and `adapter_id` name different adapters; use only one of them")
         return names.select_adapter_id(body.adapter_id, body.adapter_source, token)
-    return names.select_model(body.model, body.adapter_source, token)
+    return names.select_model(body.model or "", body.adapter_source, token)
 
 
 # --- Parameters -------------------------------------------------------------------------------------------------------

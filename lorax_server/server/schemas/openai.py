@@ -96,7 +96,10 @@ class StreamOptions(Schema):
 class CommonRequest(CommonOptions):
     """Fields shared by all OpenAI routes."""
 
-    model: str = Field(description="The base model, or an adapter: `name`, `base:name` or `name@revision`")
+    model: str | None = Field(
+        default=None,
+        description="An adapter: `name`, `base:name` or `name@revision`; null, empty or its name: the base model",
+    )
     max_tokens: AtLeastOne | None = None
     temperature: Annotated[float, Field(json_schema_extra={"minimum": 0, "maximum": 2})] | None = None
     n: Count | None = None

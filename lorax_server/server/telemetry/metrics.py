@@ -48,7 +48,7 @@ FAILURE_BY_ERROR_TYPE = {
     "tool_error": "validation",
     "validation": "validation",
 }
-ADAPTER_ERROR_STATUSES = (403, 404, 424)  # the adapter caused the failure if `error_type` is "generation"
+ADAPTER_ERROR_STATUSES = (400, 403, 404, 424)  # the adapter caused the failure if `error_type` is "generation"
 
 
 class Registry(CollectorRegistry):

@@ -3,7 +3,7 @@
 import json
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -15,8 +15,7 @@ ANY_TEXT = r"(.|\n)*"
 OPTIONAL_WHITESPACE = r"[ \n]*"
 OBJECT_START = rf'(\[{OPTIONAL_WHITESPACE})?\{{{OPTIONAL_WHITESPACE}"(name|type)"'  # how a call in plain JSON starts
 OPTIONS = "x-guidance"  # llguidance's options keyword
-# A line break with indentation, or up to two spaces. Without a limit, a model can write whitespace without end.
-WHITESPACE = r"\r?\n[ \t]{0,32}|[ \t]{1,2}"
+WHITESPACE = " "  # optional between JSON tokens; models may pad arrays with any whitespace that the grammar allows
 
 MAX_GRAMMAR_CHARACTERS = 2**18
 KEYWORDS = frozenset({"type", "properties", "required", "additionalProperties", *DEFINITIONS, OPTIONS})
@@ -74,6 +73,16 @@ class CallRules(NamedTuple):
     markers: MarkerWriter
 
 
+class Call(NamedTuple):
+    """A call of a function."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+    def to_json(self, arguments_key: str) -> str:
+        return json.dumps({"name": self.name, arguments_key: self.arguments}, ensure_ascii=False)
+
+
 class ToolFormat(CallFormat):
     """A tool call format that grammars can enforce."""
 
@@ -89,6 +98,10 @@ class ToolFormat(CallFormat):
         Rules for JSON arguments are written by the caller.
         """
 
+    @abstractmethod
+    def write_calls(self, calls: Sequence[Call]) -> str:
+        """Return calls as the model writes them."""
+
     def prepare(self, functions: Sequence[FunctionSchema]) -> None:
         """Analyze schemas in advance, because parsers run on the event loop."""
 
@@ -103,6 +116,11 @@ class ReasoningTags(NamedTuple):
 
 def to_lark_string(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+def write_json_calls(calls: Sequence[Call], arguments_key: str) -> str:
+    """Return a JSON list of calls."""
+    return f"[{', '.join(call.to_json(arguments_key) for call in calls)}]"
 
 
 def write_call_objects(calls: Sequence[CallGrammar], arguments_key: str, rule: str = "object", before: str = "") -> str:

@@ -1,12 +1,16 @@
 """Tool call formats based on JSON objects."""
 
+from collections.abc import Sequence
+
 from lorax_server.text.tools.grammar import (
     OBJECT_START,
+    Call,
     CallRules,
     ToolFormat,
     to_lark_string,
     write_call_list,
     write_call_objects,
+    write_json_calls,
 )
 from lorax_server.text.tools.json_tool_calls import JsonToolCallParser, ObjectReader
 from lorax_server.text.tools.parser import MalformedCallError, ParsedEvent, ToolCallParser, ToolSet
@@ -34,6 +38,9 @@ class HermesFormat(ToolFormat):
         tagged = rf'"\n" object "\n" {closing_marker}'
         return [f"calls: tagged{more}\ntagged: {tagged}\n", write_call_objects(rules.calls, "arguments")]
 
+    def write_calls(self, calls: Sequence[Call]) -> str:
+        return "\n".join(f"{TOOL_CALL}\n{call.to_json('arguments')}\n{TOOL_CALL_END}" for call in calls)
+
 
 class GraniteFormat(ToolFormat):
     """Granite 3 and Phi-4: a list of calls after `<|tool_call|>`, or a single call in early Granite models."""
@@ -46,6 +53,9 @@ class GraniteFormat(ToolFormat):
 
     def write_rules(self, rules: CallRules) -> list[str]:
         return ["calls: list\n", *write_call_list(rules, "arguments")]
+
+    def write_calls(self, calls: Sequence[Call]) -> str:
+        return GRANITE_OPENER + write_json_calls(calls, "arguments")
 
 
 class LlamaJsonFormat(ToolFormat):
@@ -63,6 +73,9 @@ class LlamaJsonFormat(ToolFormat):
         more = ' ("; " object)*' if rules.is_parallel else ""
         tag = f"{rules.markers.token(PYTHON_TAG)}? " if rules.markers.has_token(PYTHON_TAG) else ""
         return [f"calls: {tag}object{more}\n", write_call_objects(rules.calls, "parameters")]
+
+    def write_calls(self, calls: Sequence[Call]) -> str:
+        return "; ".join(call.to_json("parameters") for call in calls)
 
 
 class MistralToolCallParser(JsonToolCallParser):
@@ -112,6 +125,9 @@ class MistralFormat(ToolFormat):
             return [f"calls: call{more}\n", f"call: {' | '.join(named)}\n"]
         return ['calls: " "? list\n', *write_call_list(rules, "arguments")]
 
+    def write_calls(self, calls: Sequence[Call]) -> str:
+        return TOOL_CALLS + write_json_calls(calls, "arguments")
+
 
 class PlainJsonFormat(ToolFormat):
     """All other models: an object with `name` and `arguments`, or a list of such objects."""
@@ -125,3 +141,6 @@ class PlainJsonFormat(ToolFormat):
     def write_rules(self, rules: CallRules) -> list[str]:
         choice = "object | list" if rules.is_parallel else "object"
         return [f"calls: {choice}\n", *write_call_list(rules, "arguments")]
+
+    def write_calls(self, calls: Sequence[Call]) -> str:
+        return write_json_calls(calls, "arguments") if len(calls) > 1 else calls[0].to_json("arguments")

@@ -4,11 +4,12 @@ import ast
 import json
 import keyword
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from lorax_server.errors import InputError
 from lorax_server.text.tools.grammar import (
     OPTIONS,
+    Call,
     CallGrammar,
     CallRules,
     ToolFormat,
@@ -98,6 +99,14 @@ class PythonicFormat(ToolFormat):
             yield f"{rule}: {' | '.join(choices)}\n"
         for index, call in enumerate(calls):
             yield from _write_keywords(f"keywords_{index}", call)
+
+    def write_calls(self, calls: Sequence[Call]) -> str:
+        return f"[{', '.join(map(_write_call, calls))}]"
+
+
+def _write_call(call: Call) -> str:
+    arguments = (f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in call.arguments.items())
+    return f"{call.name}({', '.join(arguments)})"
 
 
 def _write_keywords(rule: str, call: CallGrammar) -> Iterator[str]:

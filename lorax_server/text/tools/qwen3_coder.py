@@ -12,6 +12,7 @@ from lorax_server.errors import InputError
 from lorax_server.text.tools.grammar import (
     ANY_TEXT,
     OPTIONS,
+    Call,
     CallGrammar,
     CallRules,
     FunctionSchema,
@@ -139,6 +140,18 @@ class Qwen3CoderFormat(ToolFormat):
         yield f"calls: tagged{more}\ntagged: ({' | '.join(choices)}) {end}\n"
         for index, call in enumerate(rules.calls):
             yield from _write_parameters(f"parameters_{index}", call)
+
+    def write_calls(self, calls: Sequence[Call]) -> str:
+        return "\n".join(map(_write_call, calls))
+
+
+def _write_call(call: Call) -> str:
+    texts = {
+        name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for name, value in call.arguments.items()
+    }
+    parameters = (f"{PARAMETER}{name}>\n{text}\n{PARAMETER_END}\n" for name, text in texts.items())
+    return f"{OPENER}\n{FUNCTION}{call.name}>\n{''.join(parameters)}{FUNCTION_END}\n{CLOSER}"
 
 
 def _write_parameters(rule: str, call: CallGrammar) -> Iterator[str]:
