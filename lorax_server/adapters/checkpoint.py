@@ -123,7 +123,7 @@ def read_header(path: Path, name: str, stamp: Stamp | None = None) -> dict[str, 
 
 def _find_end(header: Mapping[str, Any]) -> int:
     """Return the end of the last tensor, relative to the end of the header. Invalid entries are ignored."""
-    offsets = [entry.get("data_offsets") for entry in header.values() if isinstance(entry, dict)]
+    offsets: list[Any] = [entry.get("data_offsets") for entry in header.values() if isinstance(entry, dict)]
     return max((pair[1] for pair in offsets if _is_range(pair)), default=0)
 
 

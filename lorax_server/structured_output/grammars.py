@@ -35,7 +35,7 @@ DECODER = json.JSONDecoder()
 WHITESPACE_PATTERN = re.compile(r"([ \n\r\t\[\]()|*+?]|\\[nrt]|\{\d+(,\d*)?\})*", re.ASCII)
 
 
-def from_json_schema(schema: Mapping[str, Any] | bool | str, whitespace: str = WHITESPACE) -> Structure:
+def from_json_schema(schema: Mapping[str, Any] | bool | str, whitespace: object = WHITESPACE) -> Structure:
     """Return a grammar for JSON that matches a draft 2020-12 schema. The compiler rejects unsupported keywords.
 
     `whitespace` is a regex for the optional whitespace between JSON tokens.

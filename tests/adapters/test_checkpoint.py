@@ -201,7 +201,7 @@ def test_truncated_file_error_names_both_sizes(tmp_path: Path) -> None:
     for size in (0, 7):
         with pytest.raises(AdapterError, match=f"{start}{size} bytes, so its header is incomplete"):
             read_bytes(tmp_path, whole[:size])
-    with pytest.raises(AdapterError, match="adapter_model.safetensors: the file is a Git LFS pointer"):
+    with pytest.raises(AdapterError, match=r"adapter_model\.safetensors: the file is a Git LFS pointer"):
         read_bytes(tmp_path, b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
 
 

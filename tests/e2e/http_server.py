@@ -160,7 +160,7 @@ class Server:
         if forked:
             return int(forked[-1].removeprefix(FORKED_PREFIX))
         children = psutil.Process(self.process.pid).children()
-        (engine,) = [child.pid for child in children if has_role(child, "engine")]
+        (engine,) = [int(child.pid) for child in children if has_role(child, "engine")]
         return engine
 
     def stop(self, timeout_s: float = 60) -> int:

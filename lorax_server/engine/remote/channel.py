@@ -207,8 +207,9 @@ class EngineChannel:
                 return
             self.has_failed = True
         reason = str(error) if isinstance(error, LoraxError) else f"{type(error).__name__}: {error}"
-        is_user_error = isinstance(error, LoraxError) and not isinstance(error, EngineError)
-        user_error = Failure.of(error) if is_user_error else None
+        user_error = None
+        if isinstance(error, LoraxError) and not isinstance(error, EngineError):
+            user_error = Failure.of(error)
         self.send(messages.Failed(reason.encode(errors="backslashreplace").decode(), user_error))
 
     def fail(self, error: Exception) -> None:

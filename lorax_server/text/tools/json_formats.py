@@ -55,7 +55,7 @@ class GraniteFormat(ToolFormat):
         return ["calls: list\n", *write_call_list(rules, "arguments")]
 
     def write_calls(self, calls: Sequence[Call]) -> str:
-        return GRANITE_OPENER + write_json_calls(calls, "arguments")
+        return GRANITE_START + write_json_calls(calls, "arguments")
 
 
 class LlamaJsonFormat(ToolFormat):

@@ -151,7 +151,7 @@ def _write_call(call: Call) -> str:
         for name, value in call.arguments.items()
     }
     parameters = (f"{PARAMETER}{name}>\n{text}\n{PARAMETER_END}\n" for name, text in texts.items())
-    return f"{OPENER}\n{FUNCTION}{call.name}>\n{''.join(parameters)}{FUNCTION_END}\n{CLOSER}"
+    return f"{TOOL_CALL}\n{FUNCTION}{call.name}>\n{''.join(parameters)}{FUNCTION_END}\n{TOOL_CALL_END}"
 
 
 def _write_parameters(rule: str, call: CallGrammar) -> Iterator[str]:
