@@ -124,6 +124,7 @@ def make_config(file: GGUFFile) -> dict[str, Any]:
     config = {
         "architectures": [arch.class_name],
         "model_type": arch.model_type,
+        "dtype": "bfloat16",  # on GPUs, weights are dequantized to this dtype
         "hidden_size": fields.int("embedding_length"),
         "intermediate_size": fields.int("feed_forward_length"),
         "num_hidden_layers": fields.int("block_count"),

@@ -1,16 +1,14 @@
 """Read tensors from GGUF files. Quantized matrices become `BlockMatrix` objects with exactly the same values."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from lorax_server.errors import WeightsError
-from lorax_server.gguf.architectures import TensorSource, map_tensors
-from lorax_server.gguf.container import read_gguf
+from lorax_server.gguf.architectures import TensorSource
 from lorax_server.kernels import BlockMatrix
 
 READ_BYTES = 4 * 2**20  # rows are read and decoded in chunks of this size, to limit temporary memory
@@ -101,12 +99,6 @@ def _split_ranges(ranges: Sequence[tuple[int, int]], count: int) -> list[range]:
 def _separate_halves(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
     """Undo llama.cpp's order of query and key rows, which interleaves the two halves of each head."""
     return rows.view(-1, head_dim // 2, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
-
-
-def open_tensors(paths: Sequence[str], config: Mapping[str, Any]) -> dict[str, GGUFTensor]:
-    """Return the tensors of a model by their names in transformers."""
-    file = read_gguf(Path(paths[0]))
-    return {name: GGUFTensor(source) for name, source in map_tensors(file, config).items()}
 
 
 # --- Decoders ---------------------------------------------------------------------------------------------------------
