@@ -211,7 +211,7 @@ def _rope_parameters(fields: _Fields) -> dict[str, Any]:
         common |= {key: value for key, value in attention.items() if value is not None}
         lengths = {"original_max_position_embeddings": original or fields.int("context_length")}
         return common | lengths | {"rope_type": "longrope", "long_factor": long, "short_factor": short}
-    if kind == "none" or factor == 1 or not factor:
+    if kind == "none" or (kind in ("linear", "yarn") and (factor or 1) == 1):
         return common | {"rope_type": "default"}
     if kind == "linear":
         return common | {"rope_type": "linear", "factor": factor}
