@@ -13,7 +13,8 @@ from pathlib import Path
 
 from lorax_server import __version__
 from lorax_server.cli.flags import Parser
-from lorax_server.cli.settings import ParsedSettings, check_model_folder, parse
+from lorax_server.cli.packaged_models import find_local_model
+from lorax_server.cli.settings import ParsedSettings, parse
 from lorax_server.config import ServerConfig
 from lorax_server.errors import ConfigError, LoraxError
 
@@ -190,9 +191,11 @@ def _download(parsed: ParsedSettings) -> int:
 def _find_model(parsed: ParsedSettings) -> Path:
     values, is_s3 = parsed.values, parsed.model_source == "s3"
     location = str(values.get("weights_cache_override", parsed.model_location))
-    folder = Path(location).expanduser()
-    if folder.is_dir():
-        return check_model_folder(folder)
+    path = find_local_model(location)
+    if path is not None:
+        from lorax_server.gguf.model_folder import find_model_folder  # noqa: PLC0415 - slow
+
+        return find_model_folder(path)
     from lorax_server.cli.download import find_model  # noqa: PLC0415 - slow
 
     return find_model(

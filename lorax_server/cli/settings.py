@@ -16,7 +16,6 @@ from lorax_server.cli.flags import FLAGS, LAUNCHER_DEFAULTS, Flag, build_parser
 from lorax_server.cli.lorax_flags import IGNORED_VARIABLES, REJECTED_VARIABLES, TOKEN_VARIABLES, WATERMARK
 from lorax_server.config import CorsConfig, EngineConfig, ModelConfig, ServerConfig, SourceConfig
 from lorax_server.errors import ConfigError
-from lorax_server.files.names import MODEL_CONFIG_FILE
 
 GPU_NAME = re.compile(r"\s*(\d+|(GPU|MIG)-[\w/-]+)\s*", re.ASCII)
 WATERMARK_VALUES = {"watermark_gamma": 0.5, "watermark_delta": 2.0}
@@ -144,13 +143,6 @@ def _explain_missing_sources(sources: SourceConfig) -> dict[str, str]:
         "local": "" if sources.roots else "set --local-adapters or --adapters-dir",
         "s3": "" if sources.s3_bucket else "set --s3-bucket",
     }
-
-
-def check_model_folder(folder: Path) -> Path:
-    """Return the folder, or raise ConfigError if it has no config.json."""
-    if not (folder / MODEL_CONFIG_FILE).is_file():
-        raise ConfigError(f"model {str(folder)!r}: not a model folder, because it has no config.json")
-    return folder
 
 
 # --- Parsing ----------------------------------------------------------------------------------------------------------

@@ -185,7 +185,7 @@ class _Parser:
 
     def parse(self) -> GGUFFile:
         if self._size < 4 or self._number(_UINT32) != MAGIC:
-            raise self._error("is not a GGUF file")
+            raise self._error("not a GGUF file")
         version = self._number(_UINT32)
         if version not in VERSIONS:
             is_big_endian = version & 0xFFFF == 0
