@@ -28,7 +28,6 @@ from lorax_server.weights.reader import WeightsReader
 OPTIONAL_PREFIXES = ("model.", "transformer.", "gpt_neox.")
 # In the order that transformers uses, because saving a single file over a sharded checkpoint keeps the old index.
 CHECKPOINT_FILES = (
-    GGUF_FILES_FILE,
     "model.safetensors",
     "model.safetensors.index.json",
     "pytorch_model.bin",
@@ -311,7 +310,7 @@ def _estimate_count(checkpoint: Path) -> int:
 
 
 def _find_checkpoint(folder: Path) -> Path:
-    for file in CHECKPOINT_FILES:
+    for file in (GGUF_FILES_FILE, *CHECKPOINT_FILES):
         if (folder / file).is_file():
             return folder / file
     raise WeightsError(f"{folder}: no weights; looked for {', '.join(CHECKPOINT_FILES)}")
