@@ -173,7 +173,8 @@ def quantize_blocks(weight: torch.Tensor, bits: int, block: int = 32) -> BlockMa
     inverse = torch.where(scales == 0, 0, 1 / scales)
     values = (blocks * inverse[..., None]).view(outputs, inputs)
     if bits == 8:
-        packed = values.round().to(torch.int8)
+        whole = values.trunc()
+        packed = (whole + (2 * (values - whole)).trunc()).to(torch.int8)  # rounds halves away from zero, as GGUF does
     else:
         halves = (values + 8.5).clamp(0, 15).to(torch.uint8).view(outputs, -1, 2, PACKED_INPUTS // 2)
         packed = (halves[:, :, 0] | (halves[:, :, 1] << 4)).view(outputs, inputs // 2)

@@ -147,5 +147,5 @@ def test_unused_tensors_are_rejected(tmp_path: Path) -> None:
 
 def test_other_rope_factors_than_llama3_are_rejected(tmp_path: Path) -> None:
     writer.write_model(tmp_path / "model.gguf", make_oracle("llama"), extra={"rope_freqs.weight": torch.arange(1.0, 5)})
-    with pytest.raises(UnsupportedModelError, match="rope_freqs.weight does not contain Llama 3's RoPE scaling"):
+    with pytest.raises(UnsupportedModelError, match=r"rope_freqs\.weight does not contain Llama 3's RoPE scaling"):
         find_model_folder(tmp_path / "model.gguf")

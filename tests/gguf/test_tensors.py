@@ -12,7 +12,7 @@ from lorax_server.distributed import FakeGroup, Shard, shard_evenly, unsharded
 from lorax_server.errors import ConfigError, WeightsError
 from lorax_server.gguf.architectures import TensorSource
 from lorax_server.gguf.container import TENSOR_TYPES, read_gguf
-from lorax_server.kernels import BlockMatrix
+from lorax_server.kernels import BlockMatrix, QuantizedMatrix
 from lorax_server.weights import Weights
 from lorax_server.weights import gguf as reader
 from lorax_server.weights.gguf import GGUFTensor
@@ -89,6 +89,10 @@ def test_vectors_rows_and_offsets_are_read(path: Path) -> None:
     assert torch.equal(row[()], expected(path, "F32")[5])
 
 
+def to_tensor(matrix: torch.Tensor | QuantizedMatrix) -> torch.Tensor:
+    return matrix if isinstance(matrix, torch.Tensor) else matrix.read()
+
+
 def make_weights(path: Path, rank: int = 0, ranks: int = 1) -> Weights:
     tensors = {name: open_tensor(path, name) for name in read_gguf(path).tensors}
     return Weights(tensors, **how(rank=rank, ranks=ranks))
@@ -114,8 +118,7 @@ def test_interleaved_shards_are_reordered(path: Path) -> None:
     shard = Shard(ROWS, ((6, 12),), interleaved=(6, 4))
     for kind in ("Q8_0", "F32"):
         matrix = make_weights(path).get_matrix(kind, shard, unsharded(INPUTS))
-        values = matrix if isinstance(matrix, torch.Tensor) else matrix.read()
-        assert torch.equal(values, expected(path, kind)[[6, 8, 7, 9, 10, 11]])
+        assert torch.equal(to_tensor(matrix), expected(path, kind)[[6, 8, 7, 9, 10, 11]])
 
 
 def test_shards_that_split_blocks_are_rejected(path: Path) -> None:

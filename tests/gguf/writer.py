@@ -17,6 +17,8 @@ import numpy.typing as npt
 import torch
 from gguf import GGMLQuantizationType as Type
 
+from tests.gguf.blocks import random_blocks
+
 ARCHITECTURES = {"cohere": "command-r", "gemma3_text": "gemma3", "mistral": "llama", "phi": "phi2"}
 INTERLEAVED = ("arcee", "granite", "llama", "mistral", "smollm3")
 SHIFTED_NORMS = ("gemma", "gemma2", "gemma3_text", "nemotron")
@@ -58,7 +60,8 @@ def write_model(
         values = np.stack([convert(config, part, tensors[part].numpy()) for part in parts])
         values = values if len(parts) > 1 else values[0]
         kind = Type.F32 if values.ndim == 1 or "norm" in name else choose_type(name)
-        data = gguf.quants.quantize(values, kind)
+        can_quantize = kind in (Type.F32, *TYPES)
+        data = gguf.quants.quantize(values, kind) if can_quantize else random_blocks(kind, *values.shape, spread=0.1)
         writer.add_tensor(name, data, raw_dtype=kind)
         stored = gguf.quants.dequantize(data, kind).astype(np.float32).reshape(values.shape)
         for part, row in zip(parts, stored if len(parts) > 1 else [stored], strict=True):
@@ -143,10 +146,9 @@ def write_rope_factors(writer: gguf.GGUFWriter, config: Any) -> None:
     if rope.get("rope_type") == "llama3":
         size = config.head_dim // 2
         wavelengths = 2 * math.pi * rope["rope_theta"] ** (np.arange(size) / size)
-        original, low, high = (
-            rope[key] for key in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
-        )
-        smooth = ((original / wavelengths - low) / (high - low)).clip(0, 1)
+        turns = rope["original_max_position_embeddings"] / wavelengths
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        smooth = ((turns - low) / (high - low)).clip(0, 1)
         factors = 1 / ((1 - smooth) / rope["factor"] + smooth)
         writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
 
