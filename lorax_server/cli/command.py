@@ -15,7 +15,7 @@ from lorax_server import __version__
 from lorax_server.cli.flags import Parser
 from lorax_server.cli.packaged_models import find_local_model
 from lorax_server.cli.settings import ParsedSettings, parse
-from lorax_server.config import ServerConfig
+from lorax_server.config import ModelConfig, ServerConfig
 from lorax_server.errors import ConfigError, LoraxError
 
 logger = logging.getLogger(__name__)
@@ -30,6 +30,7 @@ COMMANDS = {
     "bench": "measure a server under load",
     "plan": "estimate the GPUs that some traffic needs",
     "download-weights": "download a model and its adapters",
+    "convert-adapter": "convert a GGUF adapter for use with this server",
 }
 HELP = """\
 commands:
@@ -83,6 +84,8 @@ def _dispatch(argv: list[str]) -> int:
         return _serve(argv[1:], "serve")
     if command == "download-weights":
         return _download_weights(argv[1:])
+    if command == "convert-adapter":
+        return _convert_adapter(argv[1:])
     if command == "plan":
         from lorax_server.cli.planning.command import run as plan  # noqa: PLC0415 - slow
 
@@ -160,6 +163,26 @@ def _download_weights(argv: list[str]) -> int:
         )
     environ = dict(os.environ) | ({"HUGGING_FACE_HUB_TOKEN": arguments.api_token} if arguments.api_token else {})
     return _download(_parse(["--model-id", arguments.model_id, *flags], environ, "serve"))
+
+
+def _convert_adapter(argv: list[str]) -> int:
+    parser = Parser(
+        prog="lorax convert-adapter",
+        usage="lorax convert-adapter ADAPTER.gguf FOLDER --model-id BASE [flags]",
+        description="Convert a GGUF LoRA adapter to a folder in PEFT's format, which the server can load.",
+        epilog="Accepts the `lorax serve` flags for models, such as --revision and --source.",
+    )
+    parser.add_argument("adapter", type=Path, metavar="ADAPTER.gguf", help="adapter from llama.cpp's converter")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="new adapter folder, usually below --adapters-dir")
+    arguments, flags = parser.parse_known_args(argv)
+    parsed = _parse(flags, os.environ, "serve")
+    from lorax_server.models.registry import load_config  # noqa: PLC0415 - both imports are slow
+    from lorax_server.weights.gguf_adapter import convert_adapter  # noqa: PLC0415
+
+    base = load_config(ModelConfig(_find_model(parsed)))
+    convert_adapter(arguments.adapter, base, arguments.folder)
+    print(arguments.folder)
+    return 0
 
 
 def _parse(argv: list[str], environ: Mapping[str, str], command: str) -> ParsedSettings:

@@ -101,7 +101,8 @@ def find_architecture(file: GGUFFile) -> Architecture:
     name = file.require("general.architecture", str)
     kind = file.get("general.type", str) or "model"
     if kind != "model":
-        raise UnsupportedModelError(f"{file.path}: the file contains an {kind}, not a model")
+        hint = "; `lorax convert-adapter` converts it" if kind == "adapter" else ""
+        raise UnsupportedModelError(f"{file.path}: the file contains an {kind[:40]}, not a model{hint}")
     if name not in ARCHITECTURES:
         raise UnsupportedModelError(
             f"{file.path}: GGUF architecture {name!r} is not supported; use one of {', '.join(sorted(ARCHITECTURES))}"
@@ -155,11 +156,11 @@ def map_tensors(file: GGUFFile, config: Mapping[str, Any]) -> dict[str, TensorSo
     arch, tensors = find_architecture(file), {}
     for name, entry in file.tensors.items():
         if name not in ROPE_TENSORS:
-            tensors.update(_map_tensor(file, arch, config, name, entry))
+            tensors.update(map_tensor(file, arch, config, name, entry))
     return tensors
 
 
-def _map_tensor(
+def map_tensor(
     file: GGUFFile, arch: Architecture, config: Mapping[str, Any], name: str, entry: TensorEntry
 ) -> Iterator[tuple[str, TensorSource]]:
     match, rows = TENSOR_NAME.fullmatch(name), entry.shape[0]
