@@ -84,7 +84,7 @@ class _Fields:
 
 
 @dataclass(frozen=True)
-class Architecture:
+class GGUFArchitecture:
     """An architecture in GGUF files: its type in transformers, its tensor names, and its config fields."""
 
     model_type: str
@@ -97,7 +97,7 @@ class Architecture:
     make_config: Callable[[_Fields], dict[str, Any]] | None = None
 
 
-def find_architecture(file: GGUFFile) -> Architecture:
+def find_architecture(file: GGUFFile) -> GGUFArchitecture:
     name = file.require("general.architecture", str)
     kind = file.get("general.type", str) or "model"
     if kind != "model":
@@ -161,7 +161,7 @@ def map_tensors(file: GGUFFile, config: Mapping[str, Any]) -> dict[str, TensorSo
 
 
 def map_tensor(
-    file: GGUFFile, arch: Architecture, config: Mapping[str, Any], name: str, entry: TensorEntry
+    file: GGUFFile, arch: GGUFArchitecture, config: Mapping[str, Any], name: str, entry: TensorEntry
 ) -> Iterator[tuple[str, TensorSource]]:
     match, rows = TENSOR_NAME.fullmatch(name), entry.shape[0]
     layer, module, kind = match.groups() if match else (None, "", "")
@@ -332,7 +332,7 @@ def _gpt2_config(fields: _Fields) -> dict[str, Any]:
     }
 
 
-def _make_architectures() -> dict[str, Architecture]:
+def _make_architectures() -> dict[str, GGUFArchitecture]:
     plain_mlp = {name: target for name, target in LLAMA_NAMES.items() if name != "ffn_gate"}
     fused_mlp = plain_mlp | {"ffn_up": "mlp.gate_up_proj"}
     post_norms = {name: target for name, target in LLAMA_NAMES.items() if name not in ("attn_norm", "ffn_norm")}
@@ -349,31 +349,31 @@ def _make_architectures() -> dict[str, Architecture]:
         "ffn_down": "mlp.c_proj",
     }
     return {
-        "arcee": Architecture("arcee", "ArceeForCausalLM", plain_mlp, interleaves_heads=True),
-        "cohere2": Architecture("cohere2", "Cohere2ForCausalLM", LLAMA_NAMES, make_config=_cohere_config),
-        "command-r": Architecture("cohere", "CohereForCausalLM", llama_with_head_norms, make_config=_cohere_config),
-        "exaone4": Architecture("exaone4", "Exaone4ForCausalLM", post_norms, make_config=_exaone4_config),
-        "gemma": Architecture("gemma", "GemmaForCausalLM", LLAMA_NAMES, norm_offset=-1.0),
-        "gemma2": Architecture(
+        "arcee": GGUFArchitecture("arcee", "ArceeForCausalLM", plain_mlp, interleaves_heads=True),
+        "cohere2": GGUFArchitecture("cohere2", "Cohere2ForCausalLM", LLAMA_NAMES, make_config=_cohere_config),
+        "command-r": GGUFArchitecture("cohere", "CohereForCausalLM", llama_with_head_norms, make_config=_cohere_config),
+        "exaone4": GGUFArchitecture("exaone4", "Exaone4ForCausalLM", post_norms, make_config=_exaone4_config),
+        "gemma": GGUFArchitecture("gemma", "GemmaForCausalLM", LLAMA_NAMES, norm_offset=-1.0),
+        "gemma2": GGUFArchitecture(
             "gemma2",
             "Gemma2ForCausalLM",
             LLAMA_NAMES | SANDWICH_NAMES,
             norm_offset=-1.0,
             make_config=_gemma2_config,
         ),
-        "gemma3": Architecture(
+        "gemma3": GGUFArchitecture(
             "gemma3_text",
             "Gemma3ForCausalLM",
             llama_with_head_norms | SANDWICH_NAMES,
             norm_offset=-1.0,
             make_config=_gemma3_config,
         ),
-        "glm4": Architecture(
+        "glm4": GGUFArchitecture(
             "glm4",
             "Glm4ForCausalLM",
             fused_mlp | {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"},
         ),
-        "gpt2": Architecture(
+        "gpt2": GGUFArchitecture(
             "gpt2",
             "GPT2LMHeadModel",
             gpt2_modules,
@@ -386,37 +386,37 @@ def _make_architectures() -> dict[str, Architecture]:
             layer_prefix="transformer.h",
             make_config=_gpt2_config,
         ),
-        "granite": Architecture(
+        "granite": GGUFArchitecture(
             "granite", "GraniteForCausalLM", LLAMA_NAMES, interleaves_heads=True, make_config=_granite_config
         ),
-        "llama": Architecture("llama", "LlamaForCausalLM", LLAMA_NAMES, interleaves_heads=True),
-        "nemotron": Architecture(
+        "llama": GGUFArchitecture("llama", "LlamaForCausalLM", LLAMA_NAMES, interleaves_heads=True),
+        "nemotron": GGUFArchitecture(
             "nemotron",
             "NemotronForCausalLM",
             plain_mlp,
             norm_offset=-1.0,
             make_config=lambda fields: {"norm_eps": fields.float("attention.layer_norm_epsilon")},
         ),
-        "olmo2": Architecture("olmo2", "Olmo2ForCausalLM", post_norms, make_config=_olmo2_config),
-        "phi2": Architecture(
+        "olmo2": GGUFArchitecture("olmo2", "Olmo2ForCausalLM", post_norms, make_config=_olmo2_config),
+        "phi2": GGUFArchitecture(
             "phi",
             "PhiForCausalLM",
             plain_mlp | {"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
             MODEL_NAMES | {"output_norm": "model.final_layernorm"},
         ),
-        "phi3": Architecture(
+        "phi3": GGUFArchitecture(
             "phi3",
             "Phi3ForCausalLM",
             phi3 | {"attn_qkv": "self_attn.qkv_proj"},
             make_config=_phi3_config,
         ),
-        "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", LLAMA_NAMES),
-        "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", llama_with_head_norms),
-        "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", LLAMA_NAMES, interleaves_heads=True),
-        "stablelm": Architecture(
+        "qwen2": GGUFArchitecture("qwen2", "Qwen2ForCausalLM", LLAMA_NAMES),
+        "qwen3": GGUFArchitecture("qwen3", "Qwen3ForCausalLM", llama_with_head_norms),
+        "smollm3": GGUFArchitecture("smollm3", "SmolLM3ForCausalLM", LLAMA_NAMES, interleaves_heads=True),
+        "stablelm": GGUFArchitecture(
             "stablelm", "StableLmForCausalLM", LLAMA_NAMES | row_norms, make_config=_stablelm_config
         ),
-        "starcoder2": Architecture(
+        "starcoder2": GGUFArchitecture(
             "starcoder2",
             "Starcoder2ForCausalLM",
             plain_mlp | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
@@ -427,7 +427,7 @@ def _make_architectures() -> dict[str, Architecture]:
 
 ARCHITECTURES = _make_architectures()
 # llama.cpp treats Mistral as Llama. Adapters name the architecture that they were trained on.
-MISTRAL = Architecture(
+MISTRAL = GGUFArchitecture(
     "mistral",
     "MistralForCausalLM",
     LLAMA_NAMES,

@@ -33,7 +33,7 @@ _GPT4O = rf"{_GPT4O}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}"
 
 
 class PreTokenizer(NamedTuple):
-    """How a byte-level tokenizer splits text into words."""
+    """Splits text into words for a byte-level tokenizer: one pattern after the other."""
 
     patterns: tuple[str, ...]
     ignores_merges: bool = False  # words in the vocabulary become one token, without merges

@@ -291,10 +291,9 @@ def estimate_bytes(folder: Path, dtype: torch.dtype, device: torch.device, bits:
     """
     checkpoint = _find_checkpoint(folder)
     if checkpoint.name == GGUF_FILES_FILE:
-        tensors = _open_gguf(folder).values()
         if is_host(device):
-            return sum(tensor.source.entry.num_bytes for tensor in tensors)
-        return sum(math.prod(tensor.shape) for tensor in tensors) * dtype.itemsize
+            return sum(path.stat().st_size for path in read_file_list(folder))
+        return sum(math.prod(tensor.shape) for tensor in _open_gguf(folder).values()) * dtype.itemsize
     count = _estimate_count(checkpoint)
     return count * dtype.itemsize if bits is None else count * bits // 8
 

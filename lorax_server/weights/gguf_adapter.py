@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from lorax_server.errors import AdapterError, ConfigError
 from lorax_server.files.names import CONFIG_FILE, WEIGHTS_FILE
-from lorax_server.gguf.architectures import ARCHITECTURES, MISTRAL, Architecture, TensorSource, map_tensor
+from lorax_server.gguf.architectures import ARCHITECTURES, MISTRAL, GGUFArchitecture, TensorSource, map_tensor
 from lorax_server.gguf.container import GGUFFile, TensorEntry, read_gguf
 from lorax_server.weights.gguf import FLOAT_DTYPES, GGUFTensor
 
@@ -48,7 +48,7 @@ def convert_adapter(path: Path, base: Any, folder: Path) -> None:
         raise ConfigError(f"{folder}: cannot be written: {error.strerror}") from error
 
 
-def _check(file: GGUFFile, model_type: str) -> Architecture:
+def _check(file: GGUFFile, model_type: str) -> GGUFArchitecture:
     """Return the architecture of the adapter's base model. Reject files that cannot be converted."""
     kind = file.get("general.type", str), file.get("adapter.type", str)
     if kind != ("adapter", "lora"):
