@@ -40,13 +40,13 @@ def oracle(path: Path) -> Any:
 
 
 def test_ids_match_transformers(path: Path) -> None:
-    """transformers does not split off digits, and therefore differs for several spaces before a digit, and for ²."""
+    """transformers does not split off digits, and therefore differs for spaces before some digits."""
     ours, theirs = (
         load_tokenizer(find_model_folder(path)),
         AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name),
     )
     texts = [*TEXTS, *(page.read_text() for page in sorted(DOCS.glob("*.md")))]
-    for text in (re.sub(r"\s+(?=\d)", " ", text.replace("²", "")) for text in texts):
+    for text in (re.sub(r"\s+(?=[0-9])|[²٣]", " ", text) for text in texts):
         ids = ours.encode(text)
         assert ids == theirs(text)["input_ids"], text
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
