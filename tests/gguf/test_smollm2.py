@@ -46,7 +46,7 @@ def test_ids_match_transformers(path: Path) -> None:
         AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name),
     )
     texts = [*TEXTS, *(page.read_text() for page in sorted(DOCS.glob("*.md")))]
-    for text in (re.sub(r"\s+(?=[0-9])|[²٣]", " ", text) for text in texts):
+    for text in (re.sub(r"\s+(?=\d)", " ", re.sub("[²٣]", "", text)) for text in texts):
         ids = ours.encode(text)
         assert ids == theirs(text)["input_ids"], text
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
