@@ -45,12 +45,16 @@ def write_model(
     metadata: Mapping[str, str] = MappingProxyType({}),
     extra: Mapping[str, torch.Tensor] = MappingProxyType({}),
     fuses_qkv: bool = False,
+    write_tokens: Callable[[gguf.GGUFWriter], object] | None = None,
 ) -> None:
     """Write a transformers model, and replace its parameters by the dequantized values in the file."""
     config = model.config
     writer = gguf.GGUFWriter(path, ARCHITECTURES.get(config.model_type, config.model_type))
     write_config(writer, config)
-    write_vocabulary(writer, config.vocab_size)
+    if write_tokens is None:
+        write_vocabulary(writer, config.vocab_size)
+    else:
+        write_tokens(writer)
     for key, value in metadata.items():
         writer.add_string(key, value)
     tensors = dict(model.state_dict())
