@@ -126,19 +126,27 @@ class Weights:
         `min_bits` is the lowest precision if the matrix is quantized here.
         """
         name = self._resolve(name)
-        stored = self._tensors[name]
+        stored, bits = self._tensors[name], self._quantize_bits
+        matrix: torch.Tensor | BlockMatrix
         if isinstance(stored, GGUFTensor):
             self._check_shape(name, (outputs.full, inputs.full))
-            return self._place(
-                name, _shard_matrix(name, stored.read_matrix(outputs.ranges, self.dtype), outputs, inputs)
-            )
-        shape = (inputs.full, outputs.full) if fan_in_fan_out else (outputs.full, inputs.full)
-        dim, shard = (0, outputs) if inputs.is_whole else (1, inputs)
-        matrix = self._load_sharded(name, 1 - dim if fan_in_fan_out else dim, shard, shape)
-        matrix = matrix.t() if fan_in_fan_out else matrix
-        if self._quantize_bits is None or inputs.size % QUANTIZED_BLOCK:
+            matrix = _shard_matrix(name, stored.read_matrix(outputs.ranges, self.dtype), outputs, inputs)
+        else:
+            shape = (inputs.full, outputs.full) if fan_in_fan_out else (outputs.full, inputs.full)
+            dim, shard = (0, outputs) if inputs.is_whole else (1, inputs)
+            matrix = self._load_sharded(name, 1 - dim if fan_in_fan_out else dim, shard, shape)
+            matrix = matrix.t() if fan_in_fan_out else matrix
+        if isinstance(matrix, BlockMatrix):
+            assert isinstance(stored, GGUFTensor)
+            if bits is not None:
+                raise ConfigError(
+                    f"quantize = int{bits} is not supported: tensor {name!r} is stored as {stored.format}"
+                )
+            return self._place(matrix, stored.format)
+        if bits is None or inputs.size % QUANTIZED_BLOCK:
             return self._convert(matrix)
-        return self._place(name, self._quantize(matrix, max(self._quantize_bits, min_bits)))
+        bits = max(bits, min_bits)
+        return self._place(self._quantize(matrix, bits), f"int{bits}")
 
     @property
     def quantized_format(self) -> str:
@@ -180,15 +188,12 @@ class Weights:
             self._progress.add(converted.nbytes)
         return converted
 
-    def _place(self, name: str, matrix: torch.Tensor | QuantizedMatrix) -> torch.Tensor | QuantizedMatrix:
+    def _place(self, matrix: BlockMatrix, label: str) -> torch.Tensor | QuantizedMatrix:
         """Return a matrix for the model's device. GPUs have no kernels for quantized matrices."""
-        if isinstance(matrix, torch.Tensor):
-            return self._convert(matrix)
         if not is_host(self.device):
             return self._convert(matrix.read())
         num_bytes = sum(tensor.nbytes for tensor in matrix.tensors)
-        stored = self._tensors[name]
-        self._quantized_bytes[stored.format if isinstance(stored, GGUFTensor) else f"int{matrix.bits}"] += num_bytes
+        self._quantized_bytes[label] += num_bytes
         if self._progress is not None:
             self._progress.add(num_bytes)
         return matrix

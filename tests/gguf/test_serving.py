@@ -174,6 +174,22 @@ def test_matrices_with_partial_blocks_stay_unquantized(tmp_path: Path) -> None:
     assert isinstance(layer.mlp.gate_up_proj.linear.weight, BlockMatrix)
 
 
+def test_float_matrices_in_gguf_files_are_quantized_while_loading(tmp_path: Path) -> None:
+    oracle = make_oracle("llama")
+    writer.write_model(tmp_path / "model.gguf", oracle, lambda _: Type.F16)
+    driver = PagedDriver(get_model(ModelConfig(find_model_folder(tmp_path / "model.gguf"), quantize="int8")))
+    assert driver.model.weight_format == "int8"
+    quantize_oracle(oracle, "int8")
+    logits = oracle_logits(oracle, PROMPT, len(PROMPT), {})
+    assert (prefill(driver) - logits).abs().max() < 1e-5 * logits.abs().max()
+
+
+def test_quantized_matrices_are_not_quantized_again(tmp_path: Path) -> None:
+    writer.write_model(tmp_path / "model.gguf", make_oracle("llama"), lambda _: Type.Q8_0)
+    with pytest.raises(ConfigError, match=r"quantize = int4 is not supported: tensor '.*' is stored as Q8_0"):
+        get_model(ModelConfig(find_model_folder(tmp_path / "model.gguf"), quantize="int4"))
+
+
 def test_quantization_requires_cpu(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="quantize = int8 is only supported on CPUs; set device = cpu or omit it"):
         ModelConfig(tmp_path, device="cuda", quantize="int8")
