@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 from lorax_server.errors import ConfigError
 
 DTYPES = ("float32", "float16", "bfloat16")
-QUANTIZE = ("fp8-kv",)
+WEIGHT_BITS = {"int8": 8, "int4": 4}  # values of `quantize` that quantize the weights
+QUANTIZE = ("fp8-kv", *WEIGHT_BITS)
 SOURCES = ("hub", "local", "s3")
 TOOL_PARSERS = ("hermes", "llama3_json", "pythonic", "mistral", "granite", "qwen3_coder", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -64,7 +65,9 @@ class ModelConfig(Settings):
     path: Path  # folder with config.json and the weights
     dtype: str | None = setting(None, "float32, float16 or bfloat16", none=DTYPE_DEFAULT)
     device: str = setting("cpu", "cpu, cuda or cuda:<index>; auto uses a GPU if available")
-    quantize: str | None = setting(None, "fp8-kv stores the KV cache as float8")
+    quantize: str | None = setting(
+        None, "int8 or int4 quantizes the weights while loading (CPU only); fp8-kv stores the KV cache as float8"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,6 +77,13 @@ class ModelConfig(Settings):
                 raise ConfigError(f"{name} {value!r} is not supported; use one of {', '.join(choices)}")
         if re.fullmatch(r"cpu|cuda(:\d+)?", self.device) is None:
             raise ConfigError(f"device {self.device!r} is not supported; use cpu, cuda or cuda:<index>")
+        if self.weight_bits is not None and self.device != "cpu":
+            raise ConfigError(f"quantize = {self.quantize} is only supported on CPUs; set device = cpu or omit it")
+
+    @property
+    def weight_bits(self) -> int | None:
+        """Return the number of bits that the weights are quantized to while loading, or None."""
+        return WEIGHT_BITS.get(self.quantize or "")
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 Both processes import this module, so it imports neither torch nor the web stack.
 """
 
+import logging
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import cache, partial
@@ -20,6 +21,8 @@ from lorax_server.process_tuning import (
     tune_gc,
 )
 from lorax_server.types import EngineInfo
+
+logger = logging.getLogger(__name__)
 
 
 class LogFormat(NamedTuple):
@@ -71,10 +74,14 @@ def run_engine(logs: LogFormat | None, config: EngineConfig, address: str) -> No
         engine = build_engine(config, on_rank_exit=channel.report, make_vocabulary=make_vocabulary)
         # Build the vocabulary before the first request, because building it holds the GIL and would delay steps.
         building = thread.submit(make_vocabulary)
-        warm_up(engine)
+        rate = warm_up(engine)
         wait([building])
         tune_gc()
         sizes = engine.capabilities
+        logger.info(
+            "weights: %s, %.0f MB; one sequence decodes %.3g tokens/s",
+            *(sizes.weight_format or sizes.dtype, sizes.weight_bytes / 1e6, rate),
+        )
         info = EngineInfo(
             max_length=sizes.max_length,
             vocab_size=sizes.vocab_size,
@@ -82,5 +89,7 @@ def run_engine(logs: LogFormat | None, config: EngineConfig, address: str) -> No
             block_size=sizes.block_size,
             dtype=sizes.dtype,
             device=config.model.device.partition(":")[0],
+            weight_format=sizes.weight_format,
+            weight_bytes=sizes.weight_bytes,
         )
         serve(engine, channel, info)

@@ -177,5 +177,7 @@ class Capabilities:
     max_inputs: int = 0  # largest input dimension of the target modules
     model_type: str = ""
     model_class: str = ""
-    dtype: str = ""  # weight dtype
+    dtype: str = ""  # model dtype
+    weight_format: str = ""  # how the weights are stored, such as bfloat16 or Q4_K; empty if unknown
+    weight_bytes: int = 0
     rope: RopeRule = field(default_factory=RopeRule)

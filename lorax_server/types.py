@@ -268,6 +268,8 @@ class EngineInfo:
     block_size: int
     dtype: str
     device: str  # device type, for example cuda
+    weight_format: str = ""  # how the weights are stored, such as bfloat16 or Q4_K; empty if unknown
+    weight_bytes: int = 0  # on rank 0
 
 
 @dataclass

@@ -20,7 +20,7 @@ from lorax_server.errors import ConfigError, WeightsError
 from lorax_server.files.model_files import check_model_files
 from lorax_server.models import get_model
 from lorax_server.weights import Weights, estimate_bytes, open_tensors, open_weights
-from tests.builders import how, memory_weights
+from tests.builders import CPU, how, memory_weights
 
 INDEX = "model.safetensors.index.json"
 BIN_INDEX = "pytorch_model.bin.index.json"
@@ -183,14 +183,14 @@ def test_safetensors_are_preferred_to_pickles(tmp_path: Path) -> None:
 
 def test_estimate_bytes_uses_load_dtype(tmp_path: Path) -> None:
     write_sharded(tmp_path, {"x": torch.zeros(1000), "y": torch.zeros(500, dtype=torch.float16)})
-    assert estimate_bytes(tmp_path, torch.float32) == 6000
-    assert estimate_bytes(tmp_path, torch.bfloat16) == 3000
+    assert estimate_bytes(tmp_path, torch.float32, CPU) == 6000
+    assert estimate_bytes(tmp_path, torch.bfloat16, CPU) == 3000
 
 
 def test_estimate_bytes_of_pickles_is_lower_bound(tmp_path: Path) -> None:
     write_bin(tmp_path, {"x": torch.zeros(1000)})
-    assert 4000 <= estimate_bytes(tmp_path, torch.float32) < 6000
-    assert estimate_bytes(tmp_path, torch.float16) < 3000
+    assert 4000 <= estimate_bytes(tmp_path, torch.float32, CPU) < 6000
+    assert estimate_bytes(tmp_path, torch.float16, CPU) < 3000
 
 
 # --- names

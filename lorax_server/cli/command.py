@@ -15,8 +15,9 @@ from pathlib import Path
 from lorax_server import __version__
 from lorax_server.cli.environment import check_packages
 from lorax_server.cli.flags import Parser
+from lorax_server.cli.packaged_models import find_local_model
 from lorax_server.cli.settings import ParsedSettings, parse
-from lorax_server.config import ServerConfig
+from lorax_server.config import ModelConfig, ServerConfig
 from lorax_server.errors import ConfigError, LoraxError
 from lorax_server.files.model_files import check_model_files
 from lorax_server.model_types import check_model_config
@@ -33,6 +34,7 @@ COMMANDS = {
     "bench": "measure a server under load",
     "plan": "estimate the GPUs that some traffic needs",
     "download": "download a model and its adapters",
+    "convert-adapter": "convert a GGUF adapter for use with this server",
 }
 ALIASES = {
     "download-weights": "download",  # the name in LoRAX
@@ -106,6 +108,8 @@ def _dispatch(argv: list[str]) -> int:
         return _serve(argv[1:], "serve")
     if command == "download":
         return _download_weights(argv[1:])
+    if command == "convert-adapter":
+        return _convert_adapter(argv[1:])
     if command == "plan":
         from lorax_server.cli.planning.command import run as plan  # noqa: PLC0415 - slow
 
@@ -192,6 +196,26 @@ def _download_weights(argv: list[str]) -> int:
     return _download(_parse(["--model-id", arguments.model_id, *flags], environ, "serve"))
 
 
+def _convert_adapter(argv: list[str]) -> int:
+    parser = Parser(
+        prog="lorax convert-adapter",
+        usage="lorax convert-adapter ADAPTER.gguf FOLDER --model-id BASE [flags]",
+        description="Convert a GGUF LoRA adapter to a folder in PEFT's format, which the server can load.",
+        epilog="Accepts the `lorax serve` flags for models, such as --revision and --source.",
+    )
+    parser.add_argument("adapter", type=Path, metavar="ADAPTER.gguf", help="adapter from llama.cpp's converter")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="new adapter folder, usually below --adapters-dir")
+    arguments, flags = parser.parse_known_args(argv)
+    parsed = _parse(flags, os.environ, "serve")
+    from lorax_server.models.registry import load_config  # noqa: PLC0415 - both imports are slow
+    from lorax_server.weights.gguf_adapter import convert_adapter  # noqa: PLC0415
+
+    base = load_config(ModelConfig(_find_model(parsed)))
+    convert_adapter(arguments.adapter, base, arguments.folder)
+    print(arguments.folder)
+    return 0
+
+
 def _parse(argv: list[str], environ: Mapping[str, str], command: str) -> ParsedSettings:
     """Parse flags and environment variables, check them before any download, and return the settings."""
     parsed = parse(argv, environ, command)
@@ -227,7 +251,10 @@ def _find_model(parsed: ParsedSettings) -> Path:
     def check(folder: Path) -> None:
         check_model_config(folder, parsed.model_id, needs_adapters=parsed.names_adapters)
 
-    if (folder := Path(location).expanduser()).is_dir():
+    if (path := find_local_model(location)) is not None:
+        from lorax_server.gguf.model_folder import find_model_folder  # noqa: PLC0415 - slow
+
+        folder = find_model_folder(path)
         check(folder)
         check_model_files(folder)
         return folder

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from lorax_server.errors import ConfigError, WeightsError
 from lorax_server.files.adapter_files import OTHER_VOCABULARIES
-from lorax_server.files.names import VOCABULARY_FILE
+from lorax_server.files.names import GGUF_FILES_FILE, VOCABULARY_FILE
 
 # In the order that transformers uses, because saving a single file over a sharded checkpoint keeps the old index.
 CHECKPOINT_FILES = (
@@ -20,7 +20,7 @@ LFS_POINTER = b"version https://git-lfs"  # content of a file that `git clone` w
 
 
 def find_checkpoint(folder: Path) -> Path:
-    for file in CHECKPOINT_FILES:
+    for file in (GGUF_FILES_FILE, *CHECKPOINT_FILES):
         if (folder / file).is_file():
             return folder / file
     raise WeightsError(f"{folder}: no weights; looked for {', '.join(CHECKPOINT_FILES)}")

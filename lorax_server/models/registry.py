@@ -11,7 +11,7 @@ import torch
 from lorax_server.config import DTYPES, ModelConfig
 from lorax_server.distributed import FakeGroup, ProcessGroup
 from lorax_server.errors import ConfigError, UnsupportedModelError
-from lorax_server.files.names import MODEL_CONFIG_FILE
+from lorax_server.files.names import GGUF_FILES_FILE, MODEL_CONFIG_FILE
 from lorax_server.kernels import Ops, select_ops
 from lorax_server.kernels.device import is_host
 from lorax_server.model_types import MODELS, find_similar_types
@@ -47,7 +47,8 @@ def get_model(
     device = torch.device(settings.device)
     ops, process_group = ops or select_ops(device), process_group or FakeGroup()
     dtype = _choose_dtype(settings, config, ops)
-    needed = estimate_bytes(settings.path, dtype) // process_group.size()
+    bits = settings.weight_bits
+    needed = estimate_bytes(settings.path, dtype, device, bits) // process_group.size()
     free = needed if is_host(device) else _get_free_bytes(device)
     if needed > free:
         raise _weights_memory_error(device, needed, free)
@@ -59,8 +60,12 @@ def get_model(
             process_group=process_group,
             ops=ops,
             progress=LoadProgress(needed),
+            quantize_bits=bits,
         ) as weights:
-            return build_model(config, weights)
+            model = build_model(config, weights)
+            weights.check_all_used()
+            model.weight_format = weights.quantized_format
+            return model
     except torch.OutOfMemoryError as error:
         raise _weights_memory_error(device, needed, free) from error
 
@@ -129,10 +134,13 @@ def _check_config(config: Any) -> None:
 def _choose_dtype(settings: ModelConfig, config: Any, ops: Ops) -> torch.dtype:
     """Return the model's dtype, and log the reason for this choice."""
     stored = str(getattr(config, "dtype", None) or torch.float16).removeprefix("torch.")
+    is_quantized = settings.weight_bits is not None or (settings.path / GGUF_FILES_FILE).is_file()
     if settings.dtype is not None:
         name, reason = settings.dtype, "requested"
     elif settings.device != "cpu":
         name, reason = stored, "checkpoint dtype"
+    elif is_quantized:
+        name, reason = "float32", "default for GGUF files and quantized weights"
     elif stored == "bfloat16" and ops.has_fast_bfloat16:
         name, reason = stored, "checkpoint dtype, fast on this CPU (AMX); use --dtype float32 for exact results"
     else:

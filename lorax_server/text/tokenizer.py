@@ -18,6 +18,7 @@ from lorax_server.errors import ConfigError, InputError
 from lorax_server.files.adapter_files import MAX_TEMPLATE_BYTES, MAX_TEMPLATES, OTHER_VOCABULARIES, TOKENIZER_FILES
 from lorax_server.files.names import (
     ADDED_TOKENS_FILE,
+    GGUF_FILES_FILE,
     MODEL_CONFIG_FILE,
     SPECIAL_TOKENS_FILE,
     TEMPLATE_FILE,
@@ -232,6 +233,8 @@ def _has_same_tokens(files: TokenizerFolder, config: Mapping[str, Any], other: T
 
 def _is_plain(files: TokenizerFolder, config: Mapping[str, Any], model_type: object) -> bool:
     """Return True if this module can load the folder without transformers."""
+    if not files.is_restricted and files.has(GGUF_FILES_FILE):  # written by this server
+        return True
     legacy = files.has(SPECIAL_TOKENS_FILE) or files.has(ADDED_TOKENS_FILE)
     return (
         files.has(VOCABULARY_FILE)

@@ -1,7 +1,8 @@
 """Divide device memory between the KV cache, adapters and steps. Reject configurations that do not fit."""
 
 import logging
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -104,6 +105,20 @@ def adapter_host_bytes(config: EngineConfig) -> int:
 
 def model_bytes(model: PagedCausalLM) -> int:
     """Return the total size of the model's tensors in bytes. Shared tensors count once."""
+    return sum(tensor.nbytes for tensor in _find_tensors(model))
+
+
+def find_weight_format(model: PagedCausalLM) -> str:
+    """Return the formats of quantized weights, or else the dtype that most weights are stored in."""
+    if model.weight_format:
+        return model.weight_format
+    sizes: Counter[torch.dtype] = Counter()
+    for tensor in _find_tensors(model):
+        sizes[tensor.dtype] += tensor.nbytes
+    return str(sizes.most_common(1)[0][0]).removeprefix("torch.")
+
+
+def _find_tensors(model: PagedCausalLM) -> Collection[torch.Tensor]:
     tensors: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for value in vars(module).values():
@@ -111,7 +126,7 @@ def model_bytes(model: PagedCausalLM) -> int:
             for one in held:
                 parts = one.tensors if isinstance(one, StoredMatrix) else (one,)
                 tensors |= {part.data_ptr(): part for part in parts if isinstance(part, torch.Tensor)}
-    return sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
+    return tensors.values()
 
 
 def block_bytes(model: PagedCausalLM, block_size: int) -> int:

@@ -42,8 +42,10 @@ from lorax_server.worker.memory import (
     count_adapter_rows,
     count_blocks,
     find_max_num_seqs,
+    find_weight_format,
     is_out_of_memory,
     measure_step_memory,
+    model_bytes,
     out_of_memory_error,
     report_memory,
     resolve_sizes,
@@ -289,6 +291,8 @@ def _build_paged(
         is_synchronous=not is_gpu,
         num_adapter_units=num_units,
         max_adapters=0 if memory is None else len(memory.arena.host_table) - 1,
+        weight_format=find_weight_format(model),
+        weight_bytes=model_bytes(model),
     )
     with phases.measure("graphs"):
         runner = PagedRunner(

