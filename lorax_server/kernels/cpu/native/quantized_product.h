@@ -1,0 +1,276 @@
+// Products with quantized weights: `BlockPanels` in Python.
+//
+// A weight panel is a sequence of blocks of 32 inputs. A block has the integers of `PANEL` outputs, then their scales, then
+// their offsets. Integers are in groups of four inputs, `[groups, PANEL, 4]`. With 4 bits, the low halves of the bytes are
+// inputs 0 to 15, and the high halves are inputs 16 to 31.
+//
+// Activations are quantized to 8 bits, with one scale per row and block. The integer sums of a block are exact. They are
+// scaled and added in float32, block by block in order, for any number of rows, so results are bitwise batch-invariant.
+
+constexpr int64_t BLOCK = 32;  // inputs per block
+
+// The activations of one row and block. The arrays have values per half block; weights with one scale per block use only
+// the first value, for the whole block.
+struct alignas(64) QuantizedBlock {
+  int8_t values[BLOCK];
+  float scale;
+  int32_t start[2];  // integer that is added to all sums, to cancel the bias of stored weights
+  float sums[2];  // scale times the sum of the values, for offsets
+};
+
+// `S` is the dtype of scales and offsets.
+template <int BITS_, int SCALES_, bool HAS_OFFSETS_, class S_>
+struct BlockFormat {
+  using S = S_;
+  static constexpr int BITS = BITS_, SCALES = SCALES_;  // scales per block
+  static constexpr bool HAS_OFFSETS = HAS_OFFSETS_;
+  static constexpr int64_t VALUE_BYTES = PANEL * BLOCK * BITS / 8, SCALE_BYTES = PANEL * SCALES * sizeof(S);
+  static constexpr int64_t BYTES = VALUE_BYTES + SCALE_BYTES * (HAS_OFFSETS ? 2 : 1);
+
+  // Return vector `j` of the weights in group `g` of half `half`.
+  static inline __attribute__((always_inline)) I load_group(const char* block, int half, int g, int j) {
+    using Unaligned = int32_t __attribute__((vector_size(VL * 4), aligned(4), may_alias));
+    const int group = BITS == 8 ? half * 4 + g : g;
+    const I packed = *(const Unaligned*)(block + group * PANEL * 4 + j * VL * 4);
+    if (BITS == 8) return packed;
+    return half == 0 ? low_nibbles(packed) : high_nibbles(packed);
+  }
+};
+
+#if VL == 16
+constexpr int QUANTIZED_TILE_ROWS = 8;
+#elif VL == 8
+constexpr int QUANTIZED_TILE_ROWS = 4;
+#else
+constexpr int QUANTIZED_TILE_ROWS = 8;
+#endif
+constexpr int64_t QUANTIZED_BLOCK_ROWS = 128;
+constexpr int64_t INPUT_BLOCKS = 32;  // blocks of 32 inputs per pass over the rows
+
+// Call `work` with 0 to 3 as constants.
+template <class Work>
+static inline __attribute__((always_inline)) void for_groups(Work work) {
+  work(std::integral_constant<int, 0>());
+  work(std::integral_constant<int, 1>());
+  work(std::integral_constant<int, 2>());
+  work(std::integral_constant<int, 3>());
+}
+
+// Add the product of a row tile and `blocks` blocks of a panel to the sums. `x` is `[blocks, ROWS]`; only the first `rows`
+// rows are stored. Prefetches `step` bytes at `next` per block.
+template <class Format, bool HAS_DOT, int ROWS>
+static __attribute__((noinline)) void multiply_blocks(const QuantizedBlock* x, const char* panel, int64_t blocks,
+                                                      int64_t rows, float* sums, int64_t lds, bool is_first,
+                                                      const char* next, int64_t step) {
+  using Dot = DotProduct<Format::BITS, HAS_DOT>;
+  F total[ROWS][2];
+#pragma GCC unroll 16
+  for (int i = 0; i < ROWS; i++)
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; j++) total[i][j] = is_first || i >= rows ? F{} : load(sums + i * lds + j * VL);
+  for (int64_t block = 0; block < blocks; block++, x += ROWS, panel += Format::BYTES, next += step) {
+    for (int64_t line = 0; line < step; line += CACHE_LINE_BYTES) __builtin_prefetch(next + line);
+    const auto* scales = (const typename Format::S*)(panel + Format::VALUE_BYTES);
+    I sum[ROWS][2];
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++) {
+      HalfBlock values[ROWS];
+#pragma GCC unroll 16
+      for (int i = 0; i < ROWS; i++) values[i] = load_half(x[i].values + half * (BLOCK / 2));
+      if (half == 0 || Format::SCALES == 2)
+#pragma GCC unroll 16
+        for (int i = 0; i < ROWS; i++) sum[i][0] = sum[i][1] = Dot::begin(x[i].start[half]);
+      for_groups([&](auto g) __attribute__((always_inline)) {
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; j++) {
+          const auto weights = Dot::prepare(Format::load_group(panel, half, g, j));
+#pragma GCC unroll 16
+          for (int i = 0; i < ROWS; i++) sum[i][j] = Dot::template add<decltype(g)::value>(sum[i][j], weights, values[i]);
+        }
+      });
+      if (half == 1 || Format::SCALES == 2) {
+        const int part = Format::SCALES == 2 ? half : 0;
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; j++) {
+          const F scale = load(scales + part * PANEL + j * VL);
+#pragma GCC unroll 16
+          for (int i = 0; i < ROWS; i++) {
+            const F value = __builtin_convertvector(Dot::end(sum[i][j], x[i].start[part]), F);
+            total[i][j] = fused_multiply_add(value, scale * x[i].scale, total[i][j]);
+          }
+          if (Format::HAS_OFFSETS) {
+            const F offset = load(scales + (Format::SCALES + part) * PANEL + j * VL);
+#pragma GCC unroll 16
+            for (int i = 0; i < ROWS; i++) total[i][j] = fused_multiply_add(offset, broadcast(x[i].sums[part]), total[i][j]);
+          }
+        }
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < ROWS; i++)
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; j++)
+      if (i < rows) store(sums + i * lds + j * VL, total[i][j]);
+}
+
+using MultiplyBlocks = void (*)(const QuantizedBlock*, const char*, int64_t, int64_t, float*, int64_t, bool, const char*,
+                                int64_t);
+
+// The kernels and the sizes for the format of a matrix.
+struct QuantizedKernels {
+  MultiplyBlocks by_rows[QUANTIZED_TILE_ROWS + 1];  // only heights from `tile_height`
+  int64_t block_bytes;
+  int32_t bias;  // value that is subtracted from every integer in the sums
+  int64_t scales;  // per block
+
+  template <class Format, bool HAS_DOT>
+  static QuantizedKernels make() {
+    using Dot = DotProduct<Format::BITS, HAS_DOT>;
+    QuantizedKernels made{};
+    made.fill<Format, HAS_DOT, QUANTIZED_TILE_ROWS>();
+    made.block_bytes = Format::BYTES;
+    made.bias = Format::BITS == 8 ? (Dot::IS_BIASED ? WEIGHT_BIAS : 0) : Format::HAS_OFFSETS ? 0 : 8;
+    made.scales = Format::SCALES;
+    return made;
+  }
+
+ private:
+  template <class Format, bool HAS_DOT, int ROWS>
+  void fill() {
+    by_rows[ROWS] = multiply_blocks<Format, HAS_DOT, ROWS>;
+    if constexpr (ROWS > 1) fill<Format, HAS_DOT, ROWS / 2>();
+  }
+};
+
+// Call `run` with the `BlockFormat` of a matrix.
+template <class Run>
+static auto with_format(const Matrix& matrix, Run run) {
+  const auto with_scales = [&](auto bits, auto scales, auto has_offsets) {
+    if (matrix.has_wide_scales) return run(BlockFormat<bits, scales, has_offsets, float>());
+    return run(BlockFormat<bits, scales, has_offsets, Half>());
+  };
+  const auto with_offsets = [&](auto bits, auto scales) {
+    if (matrix.has_offsets) return with_scales(bits, scales, std::true_type());
+    return with_scales(bits, scales, std::false_type());
+  };
+  const auto with_block = [&](auto bits) {
+    if (matrix.block == BLOCK) return with_offsets(bits, std::integral_constant<int, 1>());
+    return with_offsets(bits, std::integral_constant<int, 2>());
+  };
+  return matrix.bits == 8 ? with_block(std::integral_constant<int, 8>()) : with_block(std::integral_constant<int, 4>());
+}
+
+static QuantizedKernels select_kernels(const Matrix& matrix) {
+  return with_format(matrix, [&](auto format) {
+    using Format = decltype(format);
+#if VL != 8
+    if (matrix.uses_dot) return QuantizedKernels::make<Format, true>();
+#endif
+    return QuantizedKernels::make<Format, false>();
+  });
+}
+
+// Quantize 32 activations: scale is the largest magnitude / 127. Blocks with NaN or infinity get the scale NaN.
+template <class T>
+static void quantize_block(const T* x, const QuantizedKernels& kernels, QuantizedBlock& to) {
+  constexpr int VECTORS = BLOCK / VL;
+  constexpr float ROUNDING = 12582912.0f;  // the low bits of a sum with it are the nearest integer, ties to even
+  F in[VECTORS];
+  I largest = {};
+#pragma GCC unroll 8
+  for (int i = 0; i < VECTORS; i++) {
+    in[i] = load(x + i * VL);
+    const I magnitude = (I)in[i] & 0x7fffffff;  // ordered like the floats, and NaN is above infinity
+    largest = largest > magnitude ? largest : magnitude;
+  }
+  int32_t most = 0;
+  for (int i = 0; i < VL; i++) most = std::max(most, largest[i]);
+  float scale;
+  memcpy(&scale, &most, sizeof scale);
+  const bool is_finite = most < 0x7f800000;
+  scale = is_finite ? scale / 127.0f : std::nanf("");
+  const bool is_zero = !(scale >= 1.17549435e-38f);  // also denormal: the inverse would overflow
+  const F inverse = broadcast(is_zero ? 0.0f : 1.0f / scale);
+  int32_t values[BLOCK], sums[2] = {};
+#pragma GCC unroll 8
+  for (int i = 0; i < VECTORS; i++) {
+    const F rounded = fused_multiply_add(in[i], inverse, broadcast(ROUNDING));
+    const I value = is_zero ? I{} : (I)rounded - 0x4b400000;
+    memcpy(values + i * VL, &value, sizeof value);
+  }
+  for (int i = 0; i < BLOCK; i++) to.values[i] = (int8_t)values[i];
+  for (int half = 0; half < 2; half++)
+    for (int i = 0; i < BLOCK / 2; i++) sums[half] += values[half * (BLOCK / 2) + i];
+  if (kernels.scales == 1) sums[0] += sums[1];
+  to.scale = is_finite && is_zero ? 0.0f : scale;
+  for (int half = 0; half < 2; half++) {
+    to.start[half] = -kernels.bias * sums[half];
+    to.sums[half] = to.scale * (float)sums[half];
+  }
+}
+
+// Quantized activations in row tiles, `[tiles, blocks, tile height]`. The last tile can have rows of zeros.
+struct QuantizedRows {
+  int64_t rows, blocks;
+  QuantizedBlock* at;
+
+  static int64_t tile_height(int64_t rows) {
+    int64_t height = 1;
+    while (height < std::min<int64_t>(rows, QUANTIZED_TILE_ROWS)) height *= 2;
+    return height;
+  }
+  static int64_t padded(int64_t rows) {
+    const int64_t rest = rows % QUANTIZED_TILE_ROWS;
+    return rows - rest + (rest ? tile_height(rest) : 0);
+  }
+  QuantizedBlock* find(int64_t tile) const { return at + tile * QUANTIZED_TILE_ROWS * blocks; }
+
+  // Quantize row `row`, or write zeros if the row is padding.
+  template <class T>
+  void fill(int64_t row, const T* x, int64_t ldx, const QuantizedKernels& kernels) const {
+    const int64_t tile = row / QUANTIZED_TILE_ROWS, first = tile * QUANTIZED_TILE_ROWS;
+    const int64_t height = tile_height(rows - first);
+    QuantizedBlock* to = find(tile) + row - first;
+    for (int64_t block = 0; block < blocks; block++, to += height) {
+      if (row < rows) quantize_block(x + row * ldx + block * BLOCK, kernels, *to);
+      else memset(to, 0, sizeof *to);
+    }
+  }
+};
+
+template <class T>
+struct QuantizedProduct : Product<T, char> {
+  using Base = Product<T, char>;
+  const QuantizedKernels& kernels;
+  QuantizedRows quantized;
+
+  void run(Range panels) const {
+    Base::run_blocks(panels, QUANTIZED_BLOCK_ROWS, [&](auto... of) { multiply_group(of...); });
+  }
+
+  // Multiply by a group of panels, `INPUT_BLOCKS` blocks at a time.
+  void multiply_group(int64_t first, int64_t count, Range group, float* sums, int64_t width) const {
+    for (int64_t block = 0; block < quantized.blocks; block += INPUT_BLOCKS)
+      for (int64_t panel = group.begin; panel < group.end; panel++)
+        for (int64_t side = 0; side < Base::sides(); side++) {
+          float* to = sums + (side * PANELS_PER_GROUP + panel - group.begin) * PANEL;
+          multiply_tiles(first, count, block, find(panel, side, block), to, width);
+        }
+  }
+
+  void multiply_tiles(int64_t first, int64_t count, int64_t block, const char* weights, float* sums, int64_t width) const {
+    const int64_t length = std::min(INPUT_BLOCKS, quantized.blocks - block);
+    for (int64_t row = 0; row < count; row += QUANTIZED_TILE_ROWS) {
+      const int64_t rows = std::min<int64_t>(QUANTIZED_TILE_ROWS, count - row), height = QuantizedRows::tile_height(rows);
+      const QuantizedBlock* x = quantized.find((first + row) / QUANTIZED_TILE_ROWS) + block * height;
+      const char* next = weights + PREFETCH_BYTES;
+      kernels.by_rows[height](x, weights, length, rows, sums + row * width, width, block == 0, next, row == 0 ? kernels.block_bytes : 0);
+    }
+  }
+
+  const char* find(int64_t panel, int64_t side, int64_t block) const {
+    const int64_t index = panel + side * (Base::matrix.outputs / 2 / PANEL);
+    return (const char*)Base::matrix.panels + (index * quantized.blocks + block) * kernels.block_bytes;
+  }
+};
