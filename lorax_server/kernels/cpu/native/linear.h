@@ -112,6 +112,7 @@ struct Plan {
 };
 
 constexpr int64_t MAX_SINGLE_THREAD_COPY = 32 * 1024;  // elements up to this count are faster on one thread
+constexpr int64_t MAX_SINGLE_THREAD_QUANTIZE = 8 * 1024;
 
 template <class T, class S>
 static void run_linear(const Matrix& matrix, const T* x, int64_t ldx, int64_t rows, T* out, const Lora* lora,
@@ -170,13 +171,18 @@ static void run_quantized_linear(const Matrix& matrix, const T* x, int64_t ldx, 
   const Product<T, char> product{matrix, nullptr, 0, rows, out, width, count, plan.parts.data(),
                                  plan.segment.empty() ? nullptr : plan.segment.data(),
                                  lora == nullptr ? nullptr : lora->bounds, low, plan.has_vectors, gate};
-  parallel_for(padded, 1, rows * inputs, MAX_SINGLE_THREAD_COPY, [&](Range mine) {
+  parallel_for(padded, 1, rows * inputs, MAX_SINGLE_THREAD_QUANTIZE, [&](Range mine) {
     for (int64_t row = mine.begin; row < mine.end; row++) quantized.fill(row, x, ldx, kernels);
   });
   plan.shrink_all(lora, x, ldx, inputs, low);
-  parallel_for((width + PANEL - 1) / PANEL, 1, rows * inputs * matrix.outputs, MAX_SINGLE_THREAD_PRODUCTS, [&](Range mine) {
-    QuantizedProduct<T>{product, kernels, quantized}.run(mine);
-  });
+  const auto multiply = [&](Range mine) { QuantizedProduct<T>{product, kernels, quantized}.run(mine); };
+  const int64_t panels = (width + PANEL - 1) / PANEL, products = rows * inputs * matrix.outputs;
+  if (rows <= QUANTIZED_TILE_ROWS && products > MAX_SINGLE_THREAD_PRODUCTS) {  // memory-bound: read long ranges
+    const int64_t threads = omp_get_max_threads();
+    parallel_for(true, panels, (panels + threads - 1) / threads, multiply);
+  } else {
+    parallel_for(panels, 1, products, MAX_SINGLE_THREAD_PRODUCTS, multiply);
+  }
 }
 
 template <class T>

@@ -171,41 +171,82 @@ static QuantizedKernels select_kernels(const Matrix& matrix) {
   });
 }
 
+#if VL == 4
+static inline int32_t largest_lane(I v) { return vmaxvq_s32((int32x4_t)v); }
+static inline int32_t sum_half(const int8_t* p) { return vaddlvq_s8(vld1q_s8(p)); }
+static inline void store_bytes(int8_t* p, const I* v) {
+  for (int i = 0; i < 2; i++, v += 4)
+    vst1q_s8(p + 16 * i, vcombine_s8(vmovn_s16(vcombine_s16(vmovn_s32((int32x4_t)v[0]), vmovn_s32((int32x4_t)v[1]))),
+                                     vmovn_s16(vcombine_s16(vmovn_s32((int32x4_t)v[2]), vmovn_s32((int32x4_t)v[3])))));
+}
+#elif defined(EMULATED_TILES)
+static int32_t largest_lane(I v) {
+  int32_t most = v[0];
+  for (int i = 1; i < VL; i++) most = std::max(most, v[i]);
+  return most;
+}
+static int32_t sum_half(const int8_t* p) {
+  int32_t total = 0;
+  for (int64_t i = 0; i < BLOCK / 2; i++) total += p[i];
+  return total;
+}
+static void store_bytes(int8_t* p, const I* v) {
+  for (int64_t i = 0; i < BLOCK; i++) p[i] = (int8_t)v[i / VL][i % VL];
+}
+#else
+static inline int32_t sum_half(const int8_t* p) {
+  const __m128i biased = _mm_xor_si128(_mm_loadu_si128((const __m128i*)p), _mm_set1_epi8(-128));
+  const __m128i sums = _mm_sad_epu8(biased, _mm_setzero_si128());
+  return _mm_cvtsi128_si32(sums) + _mm_extract_epi32(sums, 2) - 16 * 128;
+}
+#if VL == 16
+static inline int32_t largest_lane(I v) { return _mm512_reduce_max_epi32((__m512i)v); }
+static inline void store_bytes(int8_t* p, const I* v) {
+  for (int i = 0; i < 2; i++) _mm_storeu_si128((__m128i*)(p + 16 * i), _mm512_cvtepi32_epi8((__m512i)v[i]));
+}
+#else
+static inline int32_t largest_lane(I v) {
+  __m128i most = _mm_max_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+  most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(most, _mm_shuffle_epi32(most, 0xb1)));
+}
+static inline void store_bytes(int8_t* p, const I* v) {  // packs within 128-bit halves
+  const __m256i low = _mm256_packs_epi32((__m256i)v[0], (__m256i)v[1]), high = _mm256_packs_epi32((__m256i)v[2], (__m256i)v[3]);
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  _mm256_storeu_si256((__m256i*)p, _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order));
+}
+#endif
+#endif
+
 // Quantize 32 activations: scale is the largest magnitude / 127. Blocks with NaN or infinity get the scale NaN.
 template <class T>
-static void quantize_block(const T* x, const QuantizedKernels& kernels, QuantizedBlock& to) {
+static inline void quantize_block(const T* x, int32_t bias, bool has_one_scale, QuantizedBlock& to) {
   constexpr int VECTORS = BLOCK / VL;
   constexpr float ROUNDING = 12582912.0f;  // the low bits of a sum with it are the nearest integer, ties to even
   F in[VECTORS];
-  I largest = {};
+  I largest = {}, values[VECTORS];
 #pragma GCC unroll 8
   for (int i = 0; i < VECTORS; i++) {
     in[i] = load(x + i * VL);
     const I magnitude = (I)in[i] & 0x7fffffff;  // ordered like the floats, and NaN is above infinity
     largest = largest > magnitude ? largest : magnitude;
   }
-  int32_t most = 0;
-  for (int i = 0; i < VL; i++) most = std::max(most, largest[i]);
+  const int32_t bits = largest_lane(largest);
   float scale;
-  memcpy(&scale, &most, sizeof scale);
-  const bool is_finite = most < 0x7f800000;
-  scale = is_finite ? scale / 127.0f : std::nanf("");
-  const bool is_zero = !(scale >= 1.17549435e-38f);  // also denormal: the inverse would overflow
-  const F inverse = broadcast(is_zero ? 0.0f : 1.0f / scale);
-  int32_t values[BLOCK], sums[2] = {};
+  memcpy(&scale, &bits, sizeof scale);
+  scale /= 127.0f;
+  const bool is_finite = bits < 0x7f800000;
+  const bool is_zero = !(scale >= 1.17549435e-38f);  // or denormal: the inverse would overflow
+  const F inverse = broadcast(is_zero || !is_finite ? 0.0f : 1.0f / scale);
 #pragma GCC unroll 8
-  for (int i = 0; i < VECTORS; i++) {
-    const F rounded = fused_multiply_add(in[i], inverse, broadcast(ROUNDING));
-    const I value = is_zero ? I{} : (I)rounded - 0x4b400000;
-    memcpy(values + i * VL, &value, sizeof value);
-  }
-  for (int i = 0; i < BLOCK; i++) to.values[i] = (int8_t)values[i];
-  for (int half = 0; half < 2; half++)
-    for (int i = 0; i < BLOCK / 2; i++) sums[half] += values[half * (BLOCK / 2) + i];
-  if (kernels.scales == 1) sums[0] += sums[1];
-  to.scale = is_finite && is_zero ? 0.0f : scale;
+  for (int i = 0; i < VECTORS; i++) values[i] = (I)fused_multiply_add(in[i], inverse, broadcast(ROUNDING)) - 0x4b400000;
+  store_bytes(to.values, values);
+  to.scale = !is_finite ? std::nanf("") : is_zero ? 0.0f : scale;
+  int32_t sums[2] = {sum_half(to.values), sum_half(to.values + BLOCK / 2)};
+  if (has_one_scale) sums[0] += sums[1];
+#pragma GCC unroll 2
   for (int half = 0; half < 2; half++) {
-    to.start[half] = -kernels.bias * sums[half];
+    to.start[half] = -bias * sums[half];
     to.sums[half] = to.scale * (float)sums[half];
   }
 }
@@ -233,7 +274,7 @@ struct QuantizedRows {
     const int64_t height = tile_height(rows - first);
     QuantizedBlock* to = find(tile) + row - first;
     for (int64_t block = 0; block < blocks; block++, to += height) {
-      if (row < rows) quantize_block(x + row * ldx + block * BLOCK, kernels, *to);
+      if (row < rows) quantize_block(x + row * ldx + block * BLOCK, kernels.bias, kernels.scales == 1, *to);
       else memset(to, 0, sizeof *to);
     }
   }
@@ -255,17 +296,25 @@ struct QuantizedProduct : Product<T, char> {
       for (int64_t panel = group.begin; panel < group.end; panel++)
         for (int64_t side = 0; side < Base::sides(); side++) {
           float* to = sums + (side * PANELS_PER_GROUP + panel - group.begin) * PANEL;
-          multiply_tiles(first, count, block, find(panel, side, block), to, width);
+          const bool is_last = panel + 1 == group.end && block + INPUT_BLOCKS < quantized.blocks;
+          const char* next = is_last ? find(group.begin, side, block + INPUT_BLOCKS) : find(panel + 1, side, block);
+          multiply_tiles(first, count, block, find(panel, side, block), to, width, next);
         }
   }
 
-  void multiply_tiles(int64_t first, int64_t count, int64_t block, const char* weights, float* sums, int64_t width) const {
+  // Multiply all row tiles by blocks of a panel. Prefetches the following weights: a short distance ahead for a single
+  // tile, or the next panel for several tiles, one part per tile.
+  void multiply_tiles(int64_t first, int64_t count, int64_t block, const char* weights, float* sums, int64_t width,
+                      const char* next) const {
     const int64_t length = std::min(INPUT_BLOCKS, quantized.blocks - block);
-    for (int64_t row = 0; row < count; row += QUANTIZED_TILE_ROWS) {
+    const int64_t tiles = (count + QUANTIZED_TILE_ROWS - 1) / QUANTIZED_TILE_ROWS;
+    int64_t step = (kernels.block_bytes + tiles - 1) / tiles;
+    if (tiles == 1) next = weights + PREFETCH_BYTES;
+    else step = (step + CACHE_LINE_BYTES - 1) / CACHE_LINE_BYTES * CACHE_LINE_BYTES;
+    for (int64_t row = 0; row < count; row += QUANTIZED_TILE_ROWS, next += length * step) {
       const int64_t rows = std::min<int64_t>(QUANTIZED_TILE_ROWS, count - row), height = QuantizedRows::tile_height(rows);
       const QuantizedBlock* x = quantized.find((first + row) / QUANTIZED_TILE_ROWS) + block * height;
-      const char* next = weights + PREFETCH_BYTES;
-      kernels.by_rows[height](x, weights, length, rows, sums + row * width, width, block == 0, next, row == 0 ? kernels.block_bytes : 0);
+      kernels.by_rows[height](x, weights, length, rows, sums + row * width, width, block == 0, next, step);
     }
   }
 
