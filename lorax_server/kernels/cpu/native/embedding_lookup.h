@@ -21,17 +21,18 @@ static void copy_paired_rows(const Pair* panels, int64_t inputs, int64_t first, 
 }
 
 // Compute `scale * value + offset` for the weights of a row.
-template <class Format, class T>
+template <class Format, class S, class T>
 static void dequantize_row(const char* panel, int64_t blocks, int64_t column, T* out) {
-  for (int64_t block = 0; block < blocks; block++, panel += Format::BYTES) {
-    const auto* scales = (const typename Format::S*)(panel + Format::VALUE_BYTES) + column;
+  const int64_t block_bytes = count_block_bytes<Format>(std::is_same<S, float>::value);
+  for (int64_t block = 0; block < blocks; block++, panel += block_bytes) {
+    const S* scales = (const S*)(panel + Format::VALUE_BYTES) + column;
     for (int64_t k = 0; k < BLOCK; k++, out++) {
       const int64_t part = k * Format::SCALES / BLOCK, at = Format::BITS == 8 ? k : k % (BLOCK / 2);
       const int byte = (uint8_t)panel[at / 4 * PANEL * 4 + column * 4 + at % 4];
       int value;
       if (Format::BITS == 8) value = (int8_t)(byte - WEIGHT_BIAS);
       else value = (k < BLOCK / 2 ? byte & 15 : byte >> 4) - (Format::HAS_OFFSETS ? 0 : 8);
-      // The product and the sum are rounded separately, as in `BlockMatrix.read`.
+      // Product and sum are rounded separately, as in `BlockMatrix.read`. `volatile` prevents fused multiply-adds.
       volatile float weight = read(scales + part * PANEL) * (float)value;
       write(out, Format::HAS_OFFSETS ? weight + read(scales + (Format::SCALES + part) * PANEL) : weight);
     }
@@ -42,10 +43,12 @@ template <class T>
 static void dequantize_rows(const Matrix& matrix, int64_t first, const int64_t* rows, int64_t count, T* out) {
   with_format(matrix, [&](auto format) {
     using Format = decltype(format);
-    const int64_t blocks = matrix.inputs / BLOCK;
+    const int64_t blocks = matrix.inputs / BLOCK, panel_bytes = blocks * count_block_bytes<Format>(matrix.has_wide_scales);
     for (int64_t i = 0; i < count; i++, out += matrix.inputs) {
       const int64_t row = first + rows[i];
-      dequantize_row<Format>((const char*)matrix.panels + row / PANEL * blocks * Format::BYTES, blocks, row % PANEL, out);
+      const char* panel = (const char*)matrix.panels + row / PANEL * panel_bytes;
+      if (matrix.has_wide_scales) dequantize_row<Format, float>(panel, blocks, row % PANEL, out);
+      else dequantize_row<Format, Half>(panel, blocks, row % PANEL, out);
     }
   });
 }

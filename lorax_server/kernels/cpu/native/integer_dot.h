@@ -35,7 +35,7 @@ static inline I high_nibbles(I packed) { return (I)((U)packed >> 4) & 0x0f0f0f0f
 template <int BITS, bool HAS_DOT>
 struct DotProduct;
 
-#if defined(EMULATED_TILES) || (VL == 16 && !defined(__x86_64__))  // plain C++
+#if defined(EMULATED_TILES)  // plain C++
 template <int BITS, bool HAS_DOT>
 struct DotProduct {
   using Weights = I;
@@ -52,6 +52,8 @@ struct DotProduct {
 };
 
 #elif VL == 4
+#if defined(__ARM_FEATURE_DOTPROD) || !defined(__clang__)  // Clang's assembler cannot enable SDOT for single instructions
+#define HAS_SDOT
 template <int BITS>
 struct DotProduct<BITS, true> {
   using Weights = int8x16_t;
@@ -63,12 +65,13 @@ struct DotProduct<BITS, true> {
 #if defined(__ARM_FEATURE_DOTPROD)
     return (I)vdotq_laneq_s32((int32x4_t)sum, weights, x, G);
 #else  // inline assembly, because the intrinsic would require SDOT for the whole translation unit
-    __asm__(".arch_extension dotprod\n\tsdot %0.4s, %1.16b, %2.4b[%3]" : "+w"(sum) : "w"(weights), "w"(x), "i"(G));
+    __asm__(".arch armv8.2-a+dotprod\n\tsdot %0.4s, %1.16b, %2.4b[%3]" : "+w"(sum) : "w"(weights), "w"(x), "i"(G));
     return sum;
 #endif
   }
   static I end(I sum, int32_t) { return sum; }
 };
+#endif
 
 template <int BITS>
 struct DotProduct<BITS, false> {
@@ -155,6 +158,10 @@ struct DotProduct<4, false> {
 };
 #endif
 
+#if defined(EMULATED_TILES) || defined(HAS_SDOT) || VL == 16
+#define HAS_DOT_VARIANT
+#endif
+
 // Return true if this CPU has the instruction for `HAS_DOT`.
 static bool has_dot_product() {
 #if defined(EMULATED_TILES) || defined(__ARM_FEATURE_DOTPROD)
@@ -163,7 +170,7 @@ static bool has_dot_product() {
   constexpr uint32_t AVX512_VNNI = 1u << 11;
   uint32_t a, b, c, d;
   return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c & AVX512_VNNI);
-#elif VL == 4 && defined(__linux__)
+#elif defined(HAS_SDOT) && defined(__linux__)
   constexpr unsigned long ASIMD_DOT = 1ul << 20;
   return getauxval(AT_HWCAP) & ASIMD_DOT;
 #else

@@ -18,14 +18,13 @@ struct alignas(64) QuantizedBlock {
   float sums[2];  // scale times the sum of the values, for offsets
 };
 
-// `S` is the dtype of scales and offsets.
-template <int BITS_, int SCALES_, bool HAS_OFFSETS_, class S_>
+// The parts of a format that kernels are compiled for.
+template <int BITS_, int SCALES_, bool HAS_OFFSETS_>
 struct BlockFormat {
-  using S = S_;
   static constexpr int BITS = BITS_, SCALES = SCALES_;  // scales per block
   static constexpr bool HAS_OFFSETS = HAS_OFFSETS_;
-  static constexpr int64_t VALUE_BYTES = PANEL * BLOCK * BITS / 8, SCALE_BYTES = PANEL * SCALES * sizeof(S);
-  static constexpr int64_t BYTES = VALUE_BYTES + SCALE_BYTES * (HAS_OFFSETS ? 2 : 1);
+  static constexpr int64_t VALUE_BYTES = PANEL * BLOCK * BITS / 8;
+  static constexpr int64_t MIN_BYTES = VALUE_BYTES + PANEL * SCALES * sizeof(Half);
 
   // Return vector `j` of the weights in group `g` of half `half`.
   static inline __attribute__((always_inline)) I load_group(const char* block, int half, int g, int j) {
@@ -37,13 +36,7 @@ struct BlockFormat {
   }
 };
 
-#if VL == 16
-constexpr int QUANTIZED_TILE_ROWS = 8;
-#elif VL == 8
-constexpr int QUANTIZED_TILE_ROWS = 4;
-#else
-constexpr int QUANTIZED_TILE_ROWS = 8;
-#endif
+constexpr int QUANTIZED_TILE_ROWS = VL == 16 ? 8 : 4;
 constexpr int64_t QUANTIZED_BLOCK_ROWS = 128;
 constexpr int64_t INPUT_BLOCKS = 32;  // blocks of 32 inputs per pass over the rows
 
@@ -56,21 +49,38 @@ static inline __attribute__((always_inline)) void for_groups(Work work) {
   work(std::integral_constant<int, 3>());
 }
 
-// Add the product of a row tile and `blocks` blocks of a panel to the sums. `x` is `[blocks, ROWS]`; only the first `rows`
-// rows are stored. Prefetches `step` bytes at `next` per block.
+// Consecutive blocks of a panel.
+struct PanelBlocks {
+  const char* at;
+  int64_t count, block_bytes;
+  bool has_wide_scales;  // scales and offsets are float32 instead of float16
+  const char* next;  // other weights, which are prefetched
+  int64_t step;  // bytes to prefetch per block
+
+  F load_scales(const char* from, int64_t index) const {
+    return has_wide_scales ? load((const float*)from + index) : load((const Half*)from + index);
+  }
+};
+
+// Add the product of a row tile and blocks of a panel to the sums. `x` is `[blocks, ROWS]`; only the first `rows` rows are
+// stored.
 template <class Format, bool HAS_DOT, int ROWS>
-static __attribute__((noinline)) void multiply_blocks(const QuantizedBlock* x, const char* panel, int64_t blocks,
-                                                      int64_t rows, float* sums, int64_t lds, bool is_first,
-                                                      const char* next, int64_t step) {
+static __attribute__((noinline)) void multiply_blocks(const QuantizedBlock* x, int64_t rows, const PanelBlocks& panel,
+                                                      float* sums, int64_t lds, bool is_first) {
   using Dot = DotProduct<Format::BITS, HAS_DOT>;
+  const PanelBlocks blocks = panel;
+  const char *at = blocks.at, *next = blocks.next;
   F total[ROWS][2];
 #pragma GCC unroll 16
   for (int i = 0; i < ROWS; i++)
 #pragma GCC unroll 2
     for (int j = 0; j < 2; j++) total[i][j] = is_first || i >= rows ? F{} : load(sums + i * lds + j * VL);
-  for (int64_t block = 0; block < blocks; block++, x += ROWS, panel += Format::BYTES, next += step) {
-    for (int64_t line = 0; line < step; line += CACHE_LINE_BYTES) __builtin_prefetch(next + line);
-    const auto* scales = (const typename Format::S*)(panel + Format::VALUE_BYTES);
+  for (int64_t block = 0; block < blocks.count; block++, x += ROWS, at += blocks.block_bytes, next += blocks.step) {
+    if (blocks.step >= Format::MIN_BYTES)
+#pragma GCC unroll 32
+      for (int64_t line = 0; line < Format::MIN_BYTES; line += CACHE_LINE_BYTES) __builtin_prefetch(next + line);
+    else
+      for (int64_t line = 0; line < blocks.step; line += CACHE_LINE_BYTES) __builtin_prefetch(next + line, 0, 2);
     I sum[ROWS][2];
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half++) {
@@ -83,7 +93,7 @@ static __attribute__((noinline)) void multiply_blocks(const QuantizedBlock* x, c
       for_groups([&](auto g) __attribute__((always_inline)) {
 #pragma GCC unroll 2
         for (int j = 0; j < 2; j++) {
-          const auto weights = Dot::prepare(Format::load_group(panel, half, g, j));
+          const auto weights = Dot::prepare(Format::load_group(at, half, g, j));
 #pragma GCC unroll 16
           for (int i = 0; i < ROWS; i++) sum[i][j] = Dot::template add<decltype(g)::value>(sum[i][j], weights, values[i]);
         }
@@ -92,14 +102,14 @@ static __attribute__((noinline)) void multiply_blocks(const QuantizedBlock* x, c
         const int part = Format::SCALES == 2 ? half : 0;
 #pragma GCC unroll 2
         for (int j = 0; j < 2; j++) {
-          const F scale = load(scales + part * PANEL + j * VL);
+          const F scale = blocks.load_scales(at + Format::VALUE_BYTES, part * PANEL + j * VL);
 #pragma GCC unroll 16
           for (int i = 0; i < ROWS; i++) {
             const F value = __builtin_convertvector(Dot::end(sum[i][j], x[i].start[part]), F);
             total[i][j] = fused_multiply_add(value, scale * x[i].scale, total[i][j]);
           }
           if (Format::HAS_OFFSETS) {
-            const F offset = load(scales + (Format::SCALES + part) * PANEL + j * VL);
+            const F offset = blocks.load_scales(at + Format::VALUE_BYTES, (Format::SCALES + part) * PANEL + j * VL);
 #pragma GCC unroll 16
             for (int i = 0; i < ROWS; i++) total[i][j] = fused_multiply_add(offset, broadcast(x[i].sums[part]), total[i][j]);
           }
@@ -114,22 +124,29 @@ static __attribute__((noinline)) void multiply_blocks(const QuantizedBlock* x, c
       if (i < rows) store(sums + i * lds + j * VL, total[i][j]);
 }
 
-using MultiplyBlocks = void (*)(const QuantizedBlock*, const char*, int64_t, int64_t, float*, int64_t, bool, const char*,
-                                int64_t);
+using MultiplyBlocks = void (*)(const QuantizedBlock*, int64_t, const PanelBlocks&, float*, int64_t, bool);
+
+template <class Format>
+static int64_t count_block_bytes(bool has_wide_scales) {
+  const int64_t scale_bytes = PANEL * Format::SCALES * (has_wide_scales ? sizeof(float) : sizeof(Half));
+  return Format::VALUE_BYTES + scale_bytes * (Format::HAS_OFFSETS ? 2 : 1);
+}
 
 // The kernels and the sizes for the format of a matrix.
 struct QuantizedKernels {
   MultiplyBlocks by_rows[QUANTIZED_TILE_ROWS + 1];  // only heights from `tile_height`
   int64_t block_bytes;
+  bool has_wide_scales;
   int32_t bias;  // value that is subtracted from every integer in the sums
   int64_t scales;  // per block
 
   template <class Format, bool HAS_DOT>
-  static QuantizedKernels make() {
+  static QuantizedKernels make(bool has_wide_scales) {
     using Dot = DotProduct<Format::BITS, HAS_DOT>;
     QuantizedKernels made{};
     made.fill<Format, HAS_DOT, QUANTIZED_TILE_ROWS>();
-    made.block_bytes = Format::BYTES;
+    made.block_bytes = count_block_bytes<Format>(has_wide_scales);
+    made.has_wide_scales = has_wide_scales;
     made.bias = Format::BITS == 8 ? (Dot::IS_BIASED ? WEIGHT_BIAS : 0) : Format::HAS_OFFSETS ? 0 : 8;
     made.scales = Format::SCALES;
     return made;
@@ -146,13 +163,9 @@ struct QuantizedKernels {
 // Call `run` with the `BlockFormat` of a matrix.
 template <class Run>
 static auto with_format(const Matrix& matrix, Run run) {
-  const auto with_scales = [&](auto bits, auto scales, auto has_offsets) {
-    if (matrix.has_wide_scales) return run(BlockFormat<bits, scales, has_offsets, float>());
-    return run(BlockFormat<bits, scales, has_offsets, Half>());
-  };
   const auto with_offsets = [&](auto bits, auto scales) {
-    if (matrix.has_offsets) return with_scales(bits, scales, std::true_type());
-    return with_scales(bits, scales, std::false_type());
+    if (matrix.has_offsets) return run(BlockFormat<bits, scales, true>());
+    return run(BlockFormat<bits, scales, false>());
   };
   const auto with_block = [&](auto bits) {
     if (matrix.block == BLOCK) return with_offsets(bits, std::integral_constant<int, 1>());
@@ -164,10 +177,10 @@ static auto with_format(const Matrix& matrix, Run run) {
 static QuantizedKernels select_kernels(const Matrix& matrix) {
   return with_format(matrix, [&](auto format) {
     using Format = decltype(format);
-#if VL != 8
-    if (matrix.uses_dot) return QuantizedKernels::make<Format, true>();
+#if defined(HAS_DOT_VARIANT)
+    if (matrix.uses_dot) return QuantizedKernels::make<Format, true>(matrix.has_wide_scales);
 #endif
-    return QuantizedKernels::make<Format, false>();
+    return QuantizedKernels::make<Format, false>(matrix.has_wide_scales);
   });
 }
 
@@ -308,13 +321,13 @@ struct QuantizedProduct : Product<T, char> {
                       const char* next) const {
     const int64_t length = std::min(INPUT_BLOCKS, quantized.blocks - block);
     const int64_t tiles = (count + QUANTIZED_TILE_ROWS - 1) / QUANTIZED_TILE_ROWS;
-    int64_t step = (kernels.block_bytes + tiles - 1) / tiles;
-    if (tiles == 1) next = weights + PREFETCH_BYTES;
-    else step = (step + CACHE_LINE_BYTES - 1) / CACHE_LINE_BYTES * CACHE_LINE_BYTES;
-    for (int64_t row = 0; row < count; row += QUANTIZED_TILE_ROWS, next += length * step) {
+    PanelBlocks panel{weights, length, kernels.block_bytes, kernels.has_wide_scales, next, kernels.block_bytes};
+    if (tiles == 1) panel.next = weights + PREFETCH_BYTES;
+    else panel.step = (panel.step / tiles / CACHE_LINE_BYTES + 1) * CACHE_LINE_BYTES;
+    for (int64_t row = 0; row < count; row += QUANTIZED_TILE_ROWS, panel.next += length * panel.step) {
       const int64_t rows = std::min<int64_t>(QUANTIZED_TILE_ROWS, count - row), height = QuantizedRows::tile_height(rows);
       const QuantizedBlock* x = quantized.find((first + row) / QUANTIZED_TILE_ROWS) + block * height;
-      kernels.by_rows[height](x, weights, length, rows, sums + row * width, width, block == 0, next, step);
+      kernels.by_rows[height](x, rows, panel, sums + row * width, width, block == 0);
     }
   }
 
