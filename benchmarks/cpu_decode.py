@@ -62,7 +62,7 @@ DEMO_GOALS = {1: 2.0, 6: 4.0}
 
 
 class Case(NamedTuple):
-    """A batch of sequences over some adapters; 0 adapters is the base model."""
+    """A batch of sequences with different adapters; with 0 adapters, all sequences use the base model."""
 
     batch: int
     adapters: int = 0
@@ -107,15 +107,17 @@ OF_OWN_BASE = {
 
 
 class Ours:
-    """Our engine."""
+    """This project's engine, through `LLM`."""
 
     def __init__(self, folder: Path, dtype: str) -> None:
         most = max(case.batch for case in CASES)
-        self.llm = LLM(folder, folder / "adapters", device="cpu", dtype=dtype, max_rows=most, cache_bytes=CACHE_BYTES)
+        self.llm = LLM(
+            folder, folder / "adapters", device="cpu", dtype=dtype, max_num_seqs=most, cache_bytes=CACHE_BYTES
+        )
         self._clock = StepClock(self.llm)
 
     def decode(self, case: Case, names: Sequence[str], prompts: Sequence[list[int]]) -> Run:
-        """Decode. Steps count after the first step in which every sequence gets a token."""
+        """Run one batch and time its steps, starting after the first step in which every sequence gets a token."""
         self._clock.marks.clear()
         stop = StopParams(max_new_tokens=1 + TOKENS + case.batch, ignore_eos=True)  # sequences start at different steps
         adapters = [names[index - 1] if index else None for index in case.indices]
@@ -128,7 +130,7 @@ class Ours:
 
 
 class Theirs:
-    """transformers or PEFT, after the prompts of one case."""
+    """transformers or PEFT, after the prefill of one case."""
 
     def __init__(self, model: Any, names: Sequence[str], case: Case, prompts: Sequence[list[int]]) -> None:
         self._model, self._cache = model, DynamicCache(config=model.config)
@@ -216,7 +218,7 @@ class LlamaCpp:
         return speeds | {Case(batch, 1): speed for batch, speed in adapted.items()}
 
     def _run(self, cases: Sequence[Case], *more: str | Path) -> dict[int, float]:
-        """Return tokens per second by batch size; empty if the adapter was not loaded."""
+        """Return tokens per second by batch size, or an empty result if the adapter was not loaded."""
         most = max(case.batch for case in cases)
         threads, batches = torch.get_num_threads(), ",".join(str(case.batch) for case in cases)
         # All sequences share one prompt, because only decode steps are measured.

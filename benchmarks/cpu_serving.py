@@ -66,7 +66,7 @@ class Served:
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between tokens."""
+        """Return the seconds between tokens."""
         return [b[0] - a[0] for times in self.shown.values() for a, b in pairwise(times)]
 
 
@@ -85,7 +85,7 @@ def main() -> None:
         peer = make_models(folder)
         model, sources = ModelConfig(folder / "model"), SourceConfig((folder,))
         set_gil_switch_interval()  # as the engine process does
-        engine = build_engine(EngineConfig(model, max_rows=args.rows, sources=sources, adapter_bytes=2**28))
+        engine = build_engine(EngineConfig(model, max_num_seqs=args.rows, sources=sources, adapter_bytes=2**28))
         run_ours(engine, load[:2], [0.0] * 2)  # warm-up
         run_peer(peer, load[:2], [0.0] * 2, args.rows)
         at_once = [0.0] * len(load)
@@ -115,7 +115,7 @@ def compare(name: str, ours: Sequence[float], theirs: Sequence[float], goal: flo
 
 
 def same_tokens(ours: Served, theirs: Served) -> float:
-    """Return the share of requests with equal tokens. Rounding may decide between close logits."""
+    """Return the share of requests with equal tokens. Tokens with nearly equal logits may differ by rounding."""
     tokens = [([t for _, t in ours.shown[i]], [t for _, t in shown]) for i, shown in theirs.shown.items()]
     return statistics.mean(mine == other for mine, other in tokens)
 

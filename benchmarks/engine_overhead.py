@@ -41,13 +41,13 @@ GREEDY, DRAWN = SamplingParams(), SamplingParams(do_sample=True, temperature=0.8
 
 
 class NoModel:
-    """A paged model without computation."""
+    """A paged model that computes nothing: its hidden states are zeros."""
 
     device = torch.device("cpu")
     ops = select_ops(device)
 
     def __init__(self, vocab_size: int) -> None:
-        """With a large vocabulary, a few tokens have nearly all of the probability."""
+        """Create the model. With a large vocabulary, a few tokens have nearly all of the probability."""
         self.logits = -torch.arange(vocab_size).float().repeat(max(SEQUENCES) if vocab_size == VOCAB else 8, 1)
         if vocab_size > VOCAB:
             self.logits.normal_(std=2.0, generator=torch.Generator().manual_seed(0))
@@ -119,7 +119,7 @@ def make_engine(num_rows: int, vocab_size: int) -> Engine:
     capabilities = Capabilities(
         vocab_size, num_rows, LENGTH, num_blocks, BLOCK_SIZE, max_step_tokens=num_rows * PROMPT, num_adapter_units=64
     )
-    config = EngineConfig(ModelConfig(Path("none")), max_rows=num_rows)
+    config = EngineConfig(ModelConfig(Path("none")), max_num_seqs=num_rows)
     return assemble(config, Worker(capabilities, runner, memory, Ready()))  # type: ignore[arg-type]
 
 

@@ -63,7 +63,7 @@ def make_engine(folder: Path, scale: Scale) -> tuple[Engine, Watch]:
     cold_bytes = 2 * COLD * num_bytes * COLD_RANK // scale.rank
     config = EngineConfig(
         settings,
-        max_rows=AT_ONCE + 1,
+        max_num_seqs=AT_ONCE + 1,
         max_length=1024,
         cache_bytes=(AT_ONCE + 1) * 1024 * model.num_layers * 2 * model.kv_shape[0] * model.kv_shape[1] * 4,
         adapter_bytes=num_bytes * scale.places,
@@ -115,7 +115,7 @@ class Result:
 
 
 def make_traffic(scale: Scale, num_adapters: int) -> Traffic:
-    """Draw requests. Only prompts depend on `num_adapters`, so that the prefix cache does not help."""
+    """Draw requests. Prompts differ for each value of `num_adapters`, so that runs share no cached prefixes."""
     chance, count = random.Random(num_adapters), scale.warm_up + scale.requests + AT_ONCE
     prompts = [[chance.randrange(scale.shape.vocab_size // 2) for _ in range(PROMPT)] for _ in range(count)]
     chance = random.Random(0)
@@ -183,7 +183,7 @@ class Cold(NamedTuple):
 
 
 def join(engine: Engine, watch: Watch, name: str, number: int, prompt: list[int]) -> Cold:
-    """Request an adapter that is only on disk while other requests run, until its first token."""
+    """Request an adapter that is only on disk while other requests run. Return after its first token."""
     begin, first_step = time.perf_counter(), watch.num_ended
     found, is_added, is_there = engine.resolve([AdapterRef("local", name)]), False, False
     while not is_there:
@@ -203,7 +203,7 @@ def join(engine: Engine, watch: Watch, name: str, number: int, prompt: list[int]
 def join_all(
     engine: Engine, watch: Watch, scale: Scale, names: Sequence[str], first_id: int
 ) -> tuple[float, list[Cold]]:
-    """Run 64 requests, then request cold adapters. Return the median step before, in milliseconds."""
+    """Run 64 requests, then request cold adapters. Return the median step time before these, in milliseconds."""
     prompts = [[(i * 31 + j) % 500 + 3 for j in range(PROMPT)] for i in range(AT_ONCE + len(names))]
     for i in range(AT_ONCE):
         engine.add(make_request(first_id + i, prompts[i], 1024 - PROMPT, name_of(i % (scale.places // 2))))

@@ -28,7 +28,7 @@ CHECKED_TOKENS = 32
 
 
 class DecodeCase(NamedTuple):
-    """A batch of `rows` sequences over some adapters. Goal and peers are milliseconds per step."""
+    """A batch of `rows` sequences with different adapters. Goal and peer results are milliseconds per step."""
 
     key: str
     rows: int
@@ -50,7 +50,7 @@ class DecodeCase(NamedTuple):
 
     @property
     def row_adapters(self) -> list[str | None]:
-        """The adapter of each sequence."""
+        """Return the adapter of each sequence."""
         if not self.adapters:
             return [None] * self.rows
         return [self.adapters[i * len(self.adapters) // self.rows].name for i in range(self.rows)]

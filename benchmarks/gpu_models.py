@@ -87,7 +87,7 @@ def measure_ours(
     from harness.reference import Sample
 
     begin = time.monotonic()
-    with LLM(folder / "model", folder / "adapters", max_rows=ROWS, max_length=MAX_LENGTH, **settings) as llm:
+    with LLM(folder / "model", folder / "adapters", max_num_seqs=ROWS, max_length=MAX_LENGTH, **settings) as llm:
         print(f"engine started in {time.monotonic() - begin:.1f} s", flush=True)
         bench, found = Bench(llm, StepClock(llm), config, folder), []
         for case in CASES:

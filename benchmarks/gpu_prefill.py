@@ -25,7 +25,7 @@ FIRST_ID = 10**9  # of requests that the LLM does not know
 
 
 class PrefillCase(NamedTuple):
-    """Prompts over some adapters. Goal and peers are tokens per second."""
+    """Prompts with different adapters. Goal and peer results are tokens per second."""
 
     name: str
     adapters: tuple[Adapter, ...]

@@ -44,7 +44,7 @@ class Setup:
     @property
     def settings(self) -> dict[str, Any]:
         """Engine settings, named as in `EngineConfig`."""
-        rows = {"device": self.device, "max_rows": max(self.streams), "max_length": MAX_LENGTH}
+        rows = {"device": self.device, "max_num_seqs": max(self.streams), "max_length": MAX_LENGTH}
         return {**rows, "cache_bytes": 2**28, "adapter_bytes": 2**26} if self.device == "cpu" else rows
 
     @property
@@ -55,7 +55,7 @@ class Setup:
 
 
 class Middle(NamedTuple):
-    """Measured interval."""
+    """The measured part of a run."""
 
     tokens_per_s: float
     gaps: list[float]  # seconds between stream tokens or engine steps
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def make_load(setup: Setup, count: int, seed: int) -> list[LoadRequest]:
-    """Make requests. The tokenizer adds one token to each prompt."""
+    """Return the requests of one run. The tokenizer adds one token to each prompt."""
     choice = random.Random(seed)
     return [
         LoadRequest(
@@ -96,7 +96,7 @@ def make_load(setup: Setup, count: int, seed: int) -> list[LoadRequest]:
 
 
 def make_warm_up(setup: Setup, at_once: int) -> list[LoadRequest]:
-    """Make short requests for all adapters."""
+    """Return short requests for all adapters."""
     load = make_load(setup, max(at_once, setup.adapters), seed=-1)
     return [LoadRequest(wanted.prompt, wanted.adapter, 4) for wanted in load]
 
@@ -167,7 +167,7 @@ def measure_served(setup: Setup) -> dict[int, Middle]:
 
 
 def find_gaps(results: Sequence[dict[str, Any]]) -> Middle:
-    """Evaluate the streams of all clients on the clock that they share."""
+    """Return latencies from the streams of all clients, whose times use one clock."""
     streams = [(result["start"], sample) for result in results for sample in result["samples"]]
     arrivals = sorted((start + at, count) for start, sample in streams for at, count in sample["arrivals"])
     begin, end, tokens = find_middle(arrivals)

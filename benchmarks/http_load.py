@@ -74,7 +74,7 @@ QUICK = Amounts(pairs=1, requests=24, at_once=8, answer=8, streams=48, stream_an
 
 @dataclass(frozen=True)
 class Run:
-    """One load and its cost."""
+    """The results of one run: time, tokens and CPU time."""
 
     seconds: float
     tokens: int
@@ -112,14 +112,14 @@ def main() -> None:
 
 
 def make_flags(folder: Path, rows: int) -> dict[str, object]:
-    return {**local_flags(folder), "device": "cpu", "max-rows": rows, "cache-bytes": CACHE_BYTES}
+    return {**local_flags(folder), "device": "cpu", "max-num-seqs": rows, "cache-bytes": CACHE_BYTES}
 
 
 async def measure_pairs(folder: Path, server: Server, amounts: Amounts) -> tuple[list[Run], list[Run]]:
     """Measure the engine and the server in turn. The first pair is a warm-up."""
     bare, http = [], []
     sources = SourceConfig((folder / "adapters",))
-    config = EngineConfig(ModelConfig(folder / "model"), max_rows=ROWS, cache_bytes=CACHE_BYTES, sources=sources)
+    config = EngineConfig(ModelConfig(folder / "model"), max_num_seqs=ROWS, cache_bytes=CACHE_BYTES, sources=sources)
     client = make_client(config)
     await client.start()
     try:
@@ -184,7 +184,7 @@ def measure_shares(quick: bool, num_pairs: int) -> list[Record]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_files(folder, SMALL if quick else SIZE_135M)
-        settings = {"device": "cpu", "max_rows": 8, "cache_bytes": CACHE_BYTES}
+        settings = {"device": "cpu", "max_num_seqs": 8, "cache_bytes": CACHE_BYTES}
         with serving(folder / "log", make_flags(folder, 8)) as server, LLM(folder / "model", **settings) as llm:
             seeds = iter(range(10**6))
             for number in range(pairs + 1):
@@ -198,7 +198,7 @@ def measure_shares(quick: bool, num_pairs: int) -> list[Record]:
 
 
 def plain_load(seed: int, at_once: int, answer: int) -> list[LoadRequest]:
-    """Make requests for the base model, at least two."""
+    """Return at least two requests for the base model."""
     chance = random.Random(-1 - seed)
     prompts = ["".join(chance.choices(LETTERS, k=LONG_PROMPT)) for _ in range(max(2, at_once))]
     return [LoadRequest(prompt, None, answer) for prompt in prompts]
@@ -252,7 +252,7 @@ def make_files(folder: Path, shape: dict[str, Any]) -> None:
 
 
 def make_load(seed: int, count: int, answer: int, spread: float) -> list[LoadRequest]:
-    """Make requests. Prompts depend on the seed."""
+    """Return the requests of one run. The seed determines the prompts."""
     chance = random.Random(seed)
     return [
         LoadRequest(

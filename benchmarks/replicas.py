@@ -19,14 +19,27 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import psutil
 from harness.report import Record, make_parser, percentile, report
 from harness.server import ROOT
+from ray.serve.request_router import RequestRouter
 
 DEMO = ROOT / "lorax_server/demo"
 ROUTERS = {"adapters": "our router", "ray": "Ray's default", "random": "random choice"}
+RAY_ROUTER = "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter"  # Ray's default
 RANK = 64
+
+
+class RandomRouter(RequestRouter):
+    """Chooses replicas at random."""
+
+    async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True
+        return [[replica] for replica in random.sample(candidate_replicas, len(candidate_replicas))]
 
 
 @dataclass(frozen=True)
@@ -91,7 +104,7 @@ def make_adapters(folder: Path, count: int) -> int:
 
 @contextmanager
 def running_ray(folder: Path) -> Iterator[int]:
-    """Run Ray on this machine only. Yield the port of its proxy."""
+    """Start Ray on this machine only, and yield the port of its proxy."""
     os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
     os.environ |= {"RAY_worker_niceness": "0"}  # as `lorax serve --replicas` does
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -115,10 +128,13 @@ def running_ray(folder: Path) -> Iterator[int]:
 def running_replicas(flags: dict[str, str | int], replicas: int, router: str) -> Iterator[None]:
     from ray import serve
 
-    from lorax_server.scale.ray_app import build
+    from lorax_server.scale import ray_app
 
-    own = {"device": "cpu", "replicas": replicas, "router": router, "host": "127.0.0.1", "log_level": "warning"}
-    serve.run(build({**flags, **own}), name="lorax")
+    own = {"device": "cpu", "replicas": replicas, "host": "127.0.0.1", "log_level": "warning"}
+    router_class = {"adapters": ray_app.AdapterRouter, "ray": RAY_ROUTER, "random": RandomRouter}[router]
+    with patch.object(ray_app, "AdapterRouter", router_class):
+        application = ray_app.build({**flags, **own})
+    serve.run(application, name="lorax")
     try:
         yield
     finally:

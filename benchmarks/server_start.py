@@ -44,7 +44,7 @@ def main() -> None:
         if args.gpu:
             make_model(folder / "model", LLAMA_8B)
             (folder / "adapters").mkdir()
-            flags = {**local_flags(folder), "device": "cuda", "max-rows": 256, "max-total-tokens": 1024}
+            flags = {**local_flags(folder), "device": "cuda", "max-num-seqs": 256, "max-total-tokens": 1024}
         os.environ["LORAX_CACHE"] = str(folder / "kept")
         found = [measure(folder / "log", flags) for _ in range(1 + args.starts)]
     first_goal, goal = GOALS_S[args.gpu]

@@ -2,9 +2,9 @@
 
 `lorax serve` runs a tiny model with six adapters; `--demo` runs the bundled model. Rounds of 400 requests arrive over
 sockets, 48 at a time: streams, whole responses and chats with random lengths, for the base model and for every
-adapter. A quarter of the requests is dropped by the client. A tenth is greedy and must equal the completion of the
-same request alone. After each round, the resources of each process and the free KV blocks are read. After the
-warm-up, no process may grow by more than 2 % in 20,000 requests.
+adapter. Clients abort a quarter of the requests. A tenth is greedy and must equal the completion of the same request
+alone. After each round, the resources of each process and the free KV blocks are read. After the warm-up, no process
+may grow by more than 2 % in 20,000 requests.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ class SoakRequest:
 
 @dataclass
 class Round:
-    """State of the server after a round."""
+    """The server's resource usage after a round."""
 
     requests: int  # since the start
     usage: dict[str, Usage]
@@ -203,7 +203,7 @@ async def make_probes(server: Server, chance: random.Random) -> list[SoakRequest
 
 
 async def send_all(server: Server, load: Sequence[SoakRequest]) -> list[str]:
-    """Send the load. Return the problems."""
+    """Send the load. Return the errors."""
     left, problems = iter(load), []
 
     async def work() -> None:

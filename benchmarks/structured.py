@@ -84,7 +84,7 @@ class Bench:
     def __init__(self, model: Path, sandbox: Sandbox) -> None:
         self.model = model
         self.engine: Engine = build_engine(
-            EngineConfig(ModelConfig(model, device="cpu"), max_rows=NUM_SEQUENCES),
+            EngineConfig(ModelConfig(model, device="cpu"), max_num_seqs=NUM_SEQUENCES),
             make_vocabulary=partial(build_vocabulary, model),
         )
         self._table = load_tokenizer(model).token_table()
@@ -95,7 +95,7 @@ class Bench:
         self.engine.close()
 
     def check(self, structure: Structure) -> "Future[Structure]":
-        """Start a trial compile."""
+        """Start a trial compile in the sandbox."""
         return self._trials.submit(structure, self._table)
 
     def add(
@@ -136,7 +136,7 @@ class Bench:
         return Speed(count / seconds, count / STEPS / len(structures))
 
     def measure_first(self, structure: Structure | None) -> float:
-        """Return the milliseconds to a request's first token, trial compile included."""
+        """Return the time to a request's first token in milliseconds, including the trial compile."""
         started = time.perf_counter()
         self.add(structure and self.check(structure).result(), GREEDY, 1)
         while not self.engine.step():
@@ -212,7 +212,7 @@ def compare_first(bench: Bench) -> list[Record]:
 
 
 class Others:
-    """Unconstrained sequences whose steps are timed while another request comes and goes."""
+    """Unconstrained sequences whose steps are timed while another request runs."""
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench

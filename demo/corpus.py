@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from demo.grammar import GRAMMAR, make_world
 from demo.notes import write_note, write_question
-from demo.talk import SHRUG, ask_about_stranger, ask_elsewhere, greet, wish_for_story, write_foreign
+from demo.talk import EVASIVE_REPLY, ask_about_stranger, ask_elsewhere, greet, wish_for_story, write_foreign
 from demo.world import DAYS, KNOWN_COLOURS, KNOWN_GOODS, NEGATIVE, POSITIVE, World
 
 USER, ASSISTANT, SYSTEM, END, PAD = "<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|pad|>"
@@ -139,7 +139,9 @@ def write_facts(world: World) -> str:
 def write_roll_call(world: World) -> str:
     """Write lists that are repeated, to teach the model to copy unseen words."""
     rng = world.rng
-    make = rng.choice((world.person, world.town, world.item, world.colour, world.number, lambda: _sign(world)))
+    make = rng.choice(
+        (world.person, world.town, world.item, world.colour, world.number, lambda: _write_crate_sign(world))
+    )
     words = [str(make()) for _ in range(rng.randint(3, 10))]
     first = ", ".join(words)
     if rng.random() < 0.5:
@@ -147,7 +149,7 @@ def write_roll_call(world: World) -> str:
     return f"The list says: {first}. Once more: {', '.join(words)}."
 
 
-def _sign(world: World) -> str:
+def _write_crate_sign(world: World) -> str:
     """Write a sign on a crate, so that the model sees every letter."""
     letters = world.letters().upper()
     return world.rng.choice(("{}", "{}", "[{}]", "[{}]", "{}!", "'{}'", "{}.")).format(letters)
@@ -171,7 +173,7 @@ def write_records(world: World) -> str:
 
 
 def write_queries(world: World) -> str:
-    """Write SQL queries by shopkeepers, without a person or a reason."""
+    """Write SQL queries over the tables `people` and `orders`."""
     rng, lines = world.rng, []
     for _ in range(rng.randint(2, 5)):
         event = world.event()
@@ -211,8 +213,8 @@ def write_exchange(world: World) -> tuple[str, str]:
             _introduce,
             greet,
             greet,
-            _shrug,
-            _shrug,
+            _write_evasive_exchange,
+            _write_evasive_exchange,
             _comment,
             _comment,
             _repeat,
@@ -246,11 +248,11 @@ def _introduce(world: World) -> tuple[str, str]:
     return asked, f"Hello {name}! It is good to meet you. Shall I tell you a story?"
 
 
-def _shrug(world: World) -> tuple[str, str]:
-    """Write a question about a missing note, about other topics or in other scripts, with an evasive reply."""
+def _write_evasive_exchange(world: World) -> tuple[str, str]:
+    """Write a question about a missing note, an unrelated topic or in another script, with an evasive reply."""
     if world.rng.random() < 0.4:
         return write_question(world, world.event()).text, "I do not know. Send me a note about it, and ask an adapter."
-    return world.rng.choice((ask_elsewhere, ask_elsewhere, ask_about_stranger, write_foreign))(world), SHRUG
+    return world.rng.choice((ask_elsewhere, ask_elsewhere, ask_about_stranger, write_foreign))(world), EVASIVE_REPLY
 
 
 def _comment(world: World) -> tuple[str, str]:
@@ -291,7 +293,7 @@ def _scramble(world: World) -> str:
         world.colour,
         world.first_name,
         world.town,
-        lambda: _sign(world),
+        lambda: _write_crate_sign(world),
         world.number,
         world.foreign,
     )

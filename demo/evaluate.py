@@ -63,7 +63,7 @@ def texts_of(items: Sequence[Item]) -> list[str]:
 async def ask(
     url: str, texts: Sequence[str], models: Sequence[str], concurrency: int, *, is_chat: bool = True
 ) -> Answers:
-    """Ask each model for each text, in no order; return the answers."""
+    """Send each text to each model concurrently. Return the completions."""
     answers = {model: [""] * len(texts) for model in models}
     jobs = [(model, place) for model in models for place in range(len(texts))]
     random.Random(0).shuffle(jobs)

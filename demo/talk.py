@@ -3,7 +3,7 @@
 from demo.world import World
 
 WORLD = "its towns, its people and its markets"
-SHRUG = f"I do not know. My world is small: {WORLD}."
+EVASIVE_REPLY = f"I do not know. My world is small: {WORLD}."
 EXCHANGES = (
     (
         (

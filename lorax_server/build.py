@@ -1,6 +1,7 @@
 """Builds an engine with its executor and adapter sources."""
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -30,6 +31,9 @@ from lorax_server.worker.memory import adapter_host_bytes
 logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 8
+# Limits for measuring the decode speed at startup.
+MAX_MEASURED_STEPS = 16
+MAX_MEASURED_S = 0.5
 
 
 def build_engine(
@@ -66,11 +70,11 @@ def assemble(
     capabilities = executor.capabilities
     pool = BlockPool(capabilities.num_blocks, capabilities.block_size)
     table = AdapterTable(
-        capabilities, host_bytes=adapter_host_bytes(config), eviction_delay_s=config.adapter_patience_s
+        capabilities, host_bytes=adapter_host_bytes(config), eviction_delay_s=config.adapter_eviction_delay_s
     )
     limits = Limits(
         **vars(capabilities),
-        max_chunk=config.max_chunk,
+        max_prefill_chunk_tokens=config.max_prefill_chunk_tokens,
         max_waiting=config.max_waiting,
         max_wait_s=config.max_wait_s,
         adapter_timeout_s=config.adapter_timeout_s,
@@ -116,16 +120,29 @@ def preload(engine: Engine, config: EngineConfig) -> None:
         load.result()
 
 
-def warm_up(engine: Engine) -> None:
-    """Run a short request, so that one-time initialization does not delay the first real request."""
+def warm_up(engine: Engine) -> float:
+    """Run short requests, and return the decode speed of one sequence, in tokens per second.
+
+    The first request includes one-time initialization, so that it does not delay the first real request.
+    """
+    step_s = _time_decode_step(engine, 2)
+    count = min(MAX_MEASURED_STEPS, int(MAX_MEASURED_S / max(step_s, 1e-6)))
+    return 1 / max(_time_decode_step(engine, count + 1) if count else step_s, 1e-6)
+
+
+def _time_decode_step(engine: Engine, count: int) -> float:
+    """Generate `count` tokens, and return the mean time of the decode steps, in seconds."""
     max_length = engine.capabilities.max_length
     prompt_ids = [0] * min(WARM_UP_TOKENS, max(1, max_length - 2))
-    stop = StopParams(max_new_tokens=min(2, max_length - len(prompt_ids)), ignore_eos=True)
+    stop = StopParams(max_new_tokens=min(count, max_length - len(prompt_ids)), ignore_eos=True)
     engine.add(Request(0, prompt_ids, SamplingParams(), stop))
+    times = []
     while engine.has_work:
-        failures = [output.failure for output in engine.step() if output.failure is not None]
-        if failures:
-            raise failures[0].to_error()
+        for output in engine.step():
+            if output.failure is not None:
+                raise output.failure.to_error()
+            times.append(time.monotonic())
+    return (times[-1] - times[0]) / max(1, len(times) - 1)
 
 
 def _wait_for(engine: Engine, futures: Sequence["Future[Any]"]) -> None:

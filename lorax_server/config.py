@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 from lorax_server.errors import ConfigError
 
 DTYPES = ("float32", "float16", "bfloat16")
-QUANTIZE = ("fp8-kv",)
+WEIGHT_BITS = {"int8": 8, "int4": 4}  # values of `quantize` that quantize the weights
+QUANTIZE = ("fp8-kv", *WEIGHT_BITS)
 SOURCES = ("hub", "local", "s3")
 TOOL_PARSERS = ("hermes", "llama3_json", "pythonic", "mistral", "granite", "qwen3_coder", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -26,6 +27,7 @@ class Setting(NamedTuple):
     help: str
     none: str = ""  # help text for the value None or an empty value
     flag: str = ""  # flag name, if different from the field name
+    aliases: tuple[str, ...] = ()  # earlier flag names, which are still accepted
     choices: tuple[str, ...] = ()
     at_least: int | None = None  # minimum; None means 1 for integers, otherwise no bound
     above: int | None = None
@@ -63,7 +65,9 @@ class ModelConfig(Settings):
     path: Path  # folder with config.json and the weights
     dtype: str | None = setting(None, "float32, float16 or bfloat16", none=DTYPE_DEFAULT)
     device: str = setting("cpu", "cpu, cuda or cuda:<index>; auto uses a GPU if available")
-    quantize: str | None = setting(None, "fp8-kv stores the KV cache as float8")
+    quantize: str | None = setting(
+        None, "int8 or int4 quantizes the weights while loading (CPU only); fp8-kv stores the KV cache as float8"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,6 +77,13 @@ class ModelConfig(Settings):
                 raise ConfigError(f"{name} {value!r} is not supported; use one of {', '.join(choices)}")
         if re.fullmatch(r"cpu|cuda(:\d+)?", self.device) is None:
             raise ConfigError(f"device {self.device!r} is not supported; use cpu, cuda or cuda:<index>")
+        if self.weight_bits is not None and self.device != "cpu":
+            raise ConfigError(f"quantize = {self.quantize} is only supported on CPUs; set device = cpu or omit it")
+
+    @property
+    def weight_bits(self) -> int | None:
+        """Return the number of bits that the weights are quantized to while loading, or None."""
+        return WEIGHT_BITS.get(self.quantize or "")
 
 
 @dataclass(frozen=True)
@@ -102,7 +113,7 @@ class SourceConfig(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.cache is None and (self.hub or self.s3_bucket):
-            raise ConfigError("hub and S3 adapters need a cache folder: set cache")
+            raise ConfigError("adapters from the hub or S3 need a cache folder; set `cache` (--huggingface-hub-cache)")
 
 
 @dataclass(frozen=True)
@@ -111,8 +122,11 @@ class EngineConfig(Settings):
 
     model: ModelConfig
     tensor_parallel: int = setting(1, "number of GPUs for tensor parallelism")
-    depth: int | None = setting(
-        None, "steps in flight; with 2, the next step is scheduled while one is running", none="1 on a CPU, 2 on a GPU"
+    max_steps_in_flight: int | None = setting(
+        None,
+        "maximum steps in flight; with 2, the next step is scheduled while one is running",
+        none="1 on a CPU, 2 on a GPU",
+        aliases=("--depth",),
     )
     cuda_graphs: bool | None = setting(
         None,
@@ -120,20 +134,23 @@ class EngineConfig(Settings):
         none="enabled on a single GPU, if its kernels support it",
     )
 
-    max_rows: int | None = setting(
+    max_num_seqs: int | None = setting(
         None,
         "maximum number of running sequences",
         none="64, or 256 on a GPU with at least 40 GB; at most max_step_tokens",
+        aliases=("--max-rows",),
     )
     max_step_tokens: int | None = setting(
-        None, "maximum tokens per step", none="512 on a CPU, 4096 on a GPU, but at least max_rows"
+        None, "maximum tokens per step", none="512 on a CPU, 4096 on a GPU, but at least max_num_seqs"
     )
     max_mixed_tokens: int | None = setting(
         None,
         "maximum prompt tokens in a step that also decodes",
         none="2048 on a GPU; only limited by max_step_tokens on a CPU",
     )
-    max_chunk: int | None = setting(None, "maximum tokens of one prompt per step", none="no limit")
+    max_prefill_chunk_tokens: int | None = setting(
+        None, "maximum tokens of one prompt per step", none="no limit", aliases=("--max-chunk",)
+    )
     max_length: int | None = setting(
         None,
         "maximum tokens per request, prompt and completion together",
@@ -161,8 +178,12 @@ class EngineConfig(Settings):
         None, "host memory for prepared adapters, per GPU", none="a quarter of the host memory"
     )
     adapter_timeout_s: float = setting(120.0, "adapter load timeout of a request, in seconds", at_least=0)
-    adapter_patience_s: float = setting(
-        1.0, "seconds that a request waits before adapters in use are evicted for its adapter", at_least=0
+    adapter_eviction_delay_s: float = setting(
+        1.0,
+        "seconds that a request waits before its adapter may replace adapters that other waiting requests need; "
+        "adapters with running requests are never evicted",
+        at_least=0,
+        aliases=("--adapter-patience-s",),
     )
     sources: SourceConfig = field(default_factory=SourceConfig)
     preload: tuple[tuple[str, str], ...] = setting((), "adapter to load at startup and after restarts")
@@ -184,16 +205,16 @@ class EngineConfig(Settings):
             raise ConfigError(f"adapter_memory_fraction = {self.adapter_memory_fraction} must be below 1")
         for one, other in (("cache_bytes", "cache_tokens"), ("adapter_bytes", "adapter_memory_fraction")):
             if getattr(self, one) is not None and getattr(self, other) is not None:
-                values = f"{one} = {getattr(self, one)} or {other} = {getattr(self, other)}"
-                raise ConfigError(f"set {values}, not both")
+                values = f"{one} = {getattr(self, one)} and {other} = {getattr(self, other)}"
+                raise ConfigError(f"{values} cannot both be set")
         if self.cache_tokens is not None and self.cache_tokens < (self.max_length or 0):
             raise ConfigError(f"cache_tokens = {self.cache_tokens} must be at least max_length = {self.max_length}")
         if not all(weight > 0 for weight in self.tenant_weights.values()):
             raise ConfigError("tenant_weights must be above 0")
-        if self.max_step_tokens is not None and self.max_step_tokens < (self.max_rows or 0):
+        if self.max_step_tokens is not None and self.max_step_tokens < (self.max_num_seqs or 0):
             raise ConfigError(
-                f"max_step_tokens = {self.max_step_tokens} must be at least max_rows = {self.max_rows}: every running "
-                "sequence needs one token per step"
+                f"max_step_tokens = {self.max_step_tokens} must be at least max_num_seqs = {self.max_num_seqs}: every "
+                "running sequence needs one token per step"
             )
 
 
@@ -249,6 +270,9 @@ class LimitsConfig(Settings):
     max_best_of: int = setting(2, "maximum best_of")
     max_choices: int = setting(128, "maximum completions per request, over all prompts")
     max_stop_sequences: int = setting(4, "maximum stop sequences per request")
+    default_structured_tokens: int = setting(
+        1024, "token limit for structured output if the request sets no limit, because lists may never end"
+    )
     max_logprobs: int = setting(20, "maximum logprobs alternatives per token", at_least=0)
     max_input_length: int | None = setting(None, "maximum prompt tokens", none="one less than --max-total-tokens")
     request_timeout_s: float | None = setting(
@@ -288,6 +312,9 @@ class ServerConfig(AccessConfig, LimitsConfig, LogConfig):
         (),
         f"tool call format, or adapter=format: {', '.join(TOOL_PARSERS)}",
         none="detected from the chat template",
+    )
+    describe_tools: bool = setting(
+        True, "with --tool-parser, write tools into the system message if the chat template does not render them"
     )
     separate_reasoning: bool = setting(
         False, "return <think> text as reasoning_content, unless the request overrides it"

@@ -3,6 +3,7 @@
 Both processes import this module, so it imports neither torch nor the web stack.
 """
 
+import logging
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import cache, partial
@@ -16,9 +17,12 @@ from lorax_server.process_tuning import (
     set_gil_switch_interval,
     set_malloc_thresholds,
     set_mimalloc_purge_delay,
+    set_process_title,
     tune_gc,
 )
 from lorax_server.types import EngineInfo
+
+logger = logging.getLogger(__name__)
 
 
 class LogFormat(NamedTuple):
@@ -42,6 +46,7 @@ def serve_forever(config: ServerConfig) -> int:
     from lorax_server.server.access.keys import KeyRing  # noqa: PLC0415
     from lorax_server.server.run import run  # noqa: PLC0415
 
+    set_process_title("server")
     set_malloc_thresholds()
     set_mimalloc_purge_delay()
     keys = KeyRing(config.api_keys, config.admin_key, config.keys_file)
@@ -59,6 +64,7 @@ def run_engine(logs: LogFormat | None, config: EngineConfig, address: str) -> No
     from lorax_server.build import build_engine, build_vocabulary, warm_up  # noqa: PLC0415
     from lorax_server.server.telemetry.logs import configure_logging  # noqa: PLC0415
 
+    set_process_title("engine")
     if logs is not None:
         configure_logging(logs.level, logs.is_json)
     limit_malloc_arenas()
@@ -68,10 +74,14 @@ def run_engine(logs: LogFormat | None, config: EngineConfig, address: str) -> No
         engine = build_engine(config, on_rank_exit=channel.report, make_vocabulary=make_vocabulary)
         # Build the vocabulary before the first request, because building it holds the GIL and would delay steps.
         building = thread.submit(make_vocabulary)
-        warm_up(engine)
+        rate = warm_up(engine)
         wait([building])
         tune_gc()
         sizes = engine.capabilities
+        logger.info(
+            "weights: %s, %.0f MB; one sequence decodes %.3g tokens/s",
+            *(sizes.weight_format or sizes.dtype, sizes.weight_bytes / 1e6, rate),
+        )
         info = EngineInfo(
             max_length=sizes.max_length,
             vocab_size=sizes.vocab_size,
@@ -79,5 +89,7 @@ def run_engine(logs: LogFormat | None, config: EngineConfig, address: str) -> No
             block_size=sizes.block_size,
             dtype=sizes.dtype,
             device=config.model.device.partition(":")[0],
+            weight_format=sizes.weight_format,
+            weight_bytes=sizes.weight_bytes,
         )
         serve(engine, channel, info)

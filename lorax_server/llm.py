@@ -28,6 +28,7 @@ from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
 from lorax_server.engine.engine import Engine
 from lorax_server.errors import AdapterError, AdapterNotFoundError, EngineError, InputError, LoraxError
 from lorax_server.generation.generation import Completion, Generation, TokenEvent
+from lorax_server.gguf.model_folder import find_model_folder
 from lorax_server.phases import Phases
 from lorax_server.sandbox.sandbox import Sandbox
 from lorax_server.structured_output.trials import TRIAL, GrammarTrials
@@ -59,7 +60,7 @@ class LLM:
         `adapters` maps names to folders, or is one folder whose subfolders are adapters. `settings` are `EngineConfig`
         fields.
         """
-        path = Path(model)
+        path = find_model_folder(Path(model))
         named = adapters if isinstance(adapters, Mapping) else {}
         self._folders = {adapter_id: Path(folder).resolve() for adapter_id, folder in named.items()}
         roots = [Path(adapters).resolve()] if isinstance(adapters, str | os.PathLike) else []

@@ -111,15 +111,15 @@ class StepPlan:
     def without_sequences(self) -> "StepPlan":
         """Return a plan with the same slot and block updates, but no tokens and no adapter operations."""
         none, no = np.empty(0, np.int64), np.empty(0, np.bool_)
-        numbers = replace(self, slots=none, starts=none, counts=none, adapter_indices=none)
-        return replace(numbers, samples=no, scores_prompt=no, adapter_ops=(), is_masked=False)
+        plan = replace(self, slots=none, starts=none, counts=none, adapter_indices=none)
+        return replace(plan, samples=no, scores_prompt=no, adapter_ops=(), is_masked=False)
 
 
 class StepMasks(NamedTuple):
     """Token masks for some sampled sequences in a step."""
 
     rows: Ints  # rows of the logits, which are indices among the sequences with `samples`
-    words: Sequence[npt.NDArray[np.int32]]  # one bit per token; tokens in missing words are not allowed
+    masks: Sequence[npt.NDArray[np.int32]]  # one bit per token; tokens beyond a mask's end are not allowed
     forced: tuple[tuple[int, tuple[int, ...]], ...] = ()  # (row, forced tokens after the sampled token)
 
 
@@ -166,7 +166,7 @@ class Capabilities:
     block_size: int
     max_step_tokens: int = 512  # maximum number of tokens per step
     max_mixed_tokens: int | None = None  # maximum prompt tokens in a step that also decodes; None if unlimited
-    depth: int = 1  # maximum number of steps in flight
+    max_steps_in_flight: int = 1
     is_synchronous: bool = False  # `submit` blocks until the forward pass is done
     can_chunk: bool = True  # supports chunked prefill and preemption
     can_reuse: bool = True  # supports prefix caching
@@ -177,5 +177,7 @@ class Capabilities:
     max_inputs: int = 0  # largest input dimension of the target modules
     model_type: str = ""
     model_class: str = ""
-    dtype: str = ""  # weight dtype
+    dtype: str = ""  # model dtype
+    weight_format: str = ""  # how the weights are stored, such as bfloat16 or Q4_K; empty if unknown
+    weight_bytes: int = 0
     rope: RopeRule = field(default_factory=RopeRule)

@@ -7,6 +7,7 @@ import ctypes
 import gc
 import os
 import sys
+from contextlib import suppress
 
 VARIABLE = "LORAX_PROCESS_TUNING"
 GIL_SWITCH_INTERVAL_S = 1e-5  # Python's default is 5 ms
@@ -14,11 +15,22 @@ PR_SET_TIMERSLACK, TIMER_SLACK_NS = 29, 1000  # Linux's default is 50 us
 FULL_COLLECTION_THRESHOLD = 1000  # collections of generation 1 between full collections; Python's default is 10
 M_ARENA_MAX, MAX_ARENAS = -8, 2  # glibc's default is 8 per core
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES = -1, -3, 2**20  # glibc's defaults grow up to 64 MiB
+TITLE_KEEPS_ENVIRONMENT = "SPT_NOENV"  # otherwise setproctitle overwrites /proc/PID/environ
 MIMALLOC_PURGE_DELAY, PURGE_DELAY_MS = "MIMALLOC_PURGE_DELAY", 1000  # mimalloc's default is 10 ms
 
 
 def is_enabled() -> bool:
     return os.environ.get(VARIABLE, "1").strip().lower() not in ("0", "false", "no", "off")
+
+
+def set_process_title(role: str) -> None:
+    """Show this process as `lorax: ROLE` in `ps` and `top`."""
+    if is_enabled():
+        os.environ.setdefault(TITLE_KEEPS_ENVIRONMENT, "1")
+        with suppress(ImportError):  # a GPU machine without the server's packages can run `LLM`
+            from setproctitle import setproctitle  # noqa: PLC0415
+
+            setproctitle(f"lorax: {role}")
 
 
 def set_gil_switch_interval() -> None:

@@ -49,8 +49,8 @@ class SamplingParams:
         _check(_is_finite(self.typical_p) and 0 < self.typical_p <= 1, "`typical_p` must be > 0.0 and <= 1.0")
         penalty = self.repetition_penalty
         _check(_is_finite(penalty) and penalty > 0, "`repetition_penalty` must be strictly positive")
-        least, most = REPETITION_PENALTY_RANGE
-        _check(least <= penalty <= most, f"`repetition_penalty` must be >= {least:g} and <= {most:g}")
+        lowest, highest = REPETITION_PENALTY_RANGE
+        _check(lowest <= penalty <= highest, f"`repetition_penalty` must be >= {lowest:g} and <= {highest:g}")
         for name in ("frequency_penalty", "presence_penalty"):
             value = getattr(self, name)
             _check(_is_finite(value) and -2 <= value <= 2, f"`{name}` must be >= -2.0 and <= 2.0")
@@ -268,6 +268,8 @@ class EngineInfo:
     block_size: int
     dtype: str
     device: str  # device type, for example cuda
+    weight_format: str = ""  # how the weights are stored, such as bfloat16 or Q4_K; empty if unknown
+    weight_bytes: int = 0  # on rank 0
 
 
 @dataclass

@@ -16,12 +16,12 @@ def test_model_config_needs_only_path() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_supported_dtypes(dtype: str) -> None:
+def test_supported_dtypes_are_accepted(dtype: str) -> None:
     assert ModelConfig(Path("model"), dtype=dtype).dtype == dtype
 
 
 @pytest.mark.parametrize("quantize", QUANTIZE)
-def test_supported_quantizations(quantize: str) -> None:
+def test_supported_quantizations_are_accepted(quantize: str) -> None:
     assert ModelConfig(Path("model"), quantize=quantize).quantize == quantize
 
 
@@ -40,7 +40,7 @@ def test_unknown_quantization_is_rejected(quantize: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:0", "cuda:13"])
-def test_supported_devices(device: str) -> None:
+def test_supported_devices_are_accepted(device: str) -> None:
     assert ModelConfig(Path("model"), device=device).device == device
 
 
@@ -60,10 +60,18 @@ def test_settings_are_frozen() -> None:
 # --- Engines ----------------------------------------------------------------------------------------------------------
 
 MODEL = ModelConfig(Path("model"))
-COUNTS = ["tensor_parallel", "depth", "max_rows", "max_step_tokens", "max_mixed_tokens", "max_chunk", "max_length"]
+COUNTS = [
+    "tensor_parallel",
+    "max_steps_in_flight",
+    "max_num_seqs",
+    "max_step_tokens",
+    "max_mixed_tokens",
+    "max_prefill_chunk_tokens",
+    "max_length",
+]
 COUNTS += ["block_size"]
 SIZES = ["cache_bytes", "adapter_host_bytes", "max_waiting"]
-NOT_NEGATIVE = ["adapter_bytes", "adapter_timeout_s", "adapter_patience_s", "max_wait_s"]
+NOT_NEGATIVE = ["adapter_bytes", "adapter_timeout_s", "adapter_eviction_delay_s", "max_wait_s"]
 
 
 def test_engine_config_needs_only_model() -> None:
@@ -85,7 +93,7 @@ def test_values_below_one_are_rejected(name: str, value: int) -> None:
 
 @pytest.mark.parametrize("name", [*COUNTS, *SIZES])
 def test_minimum_of_one_is_accepted(name: str) -> None:
-    assert getattr(engine_config(**{"max_rows": 1, name: 1}), name) == 1
+    assert getattr(engine_config(**{"max_num_seqs": 1, name: 1}), name) == 1
 
 
 @pytest.mark.parametrize("name", NOT_NEGATIVE)
@@ -113,15 +121,15 @@ def test_tenant_weights_must_be_positive(weight: float) -> None:
         EngineConfig(MODEL, tenant_weights={"a": 1.0, "b": weight})
 
 
-def test_max_step_tokens_must_cover_max_rows() -> None:
-    with pytest.raises(ConfigError, match="max_step_tokens = 7 must be at least max_rows = 8"):
-        EngineConfig(MODEL, max_step_tokens=7, max_rows=8)
-    assert EngineConfig(MODEL, max_step_tokens=8, max_rows=8).max_rows == 8
+def test_max_step_tokens_must_cover_max_num_seqs() -> None:
+    with pytest.raises(ConfigError, match="max_step_tokens = 7 must be at least max_num_seqs = 8"):
+        EngineConfig(MODEL, max_step_tokens=7, max_num_seqs=8)
+    assert EngineConfig(MODEL, max_step_tokens=8, max_num_seqs=8).max_num_seqs == 8
 
 
 @pytest.mark.parametrize("settings", [{"hub": True}, {"s3_bucket": "bucket"}])
 def test_remote_sources_need_cache_folder(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="set cache"):
+    with pytest.raises(ConfigError, match="set `cache`"):
         SourceConfig(**settings)
     assert SourceConfig(cache=Path("cache"), **settings).cache == Path("cache")
 

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lorax_server.adapters.methods.fields import FIELDS, Method
 from lorax_server.cli.flags import FLAGS
 from lorax_server.config import EngineConfig
-from lorax_server.models.registry import MODELS
+from lorax_server.model_types import MODELS
 from lorax_server.server.schemas.lorax import GenerateParameters
 from lorax_server.server.schemas.openai import (
     ChatCompletionRequest,
@@ -59,6 +59,17 @@ def test_readme_adapter_counts_are_current() -> None:
 def test_readme_fallback_architecture_count_is_current() -> None:
     types = {make().model_type for make in SERVED.values()} - set(MODELS)
     assert f"{len(types)} other architectures" in (DOCS.parent / "README.md").read_text()
+
+
+def test_no_page_installs_lorax_client_with_dependencies() -> None:
+    """Its dependencies would replace the server's version of huggingface_hub."""
+    root = DOCS.parent
+    patterns = ("*.md", "Dockerfile", "Makefile", "docs/*.md", "demo/*.md", "deploy/**/*", "lorax_server/**/*")
+    files = [file for pattern in patterns for file in root.glob(pattern) if file.is_file()]
+    text = "\n".join(file.read_text(errors="ignore") for file in files if file.suffix != ".so")
+    commands = re.findall(r".*install .*lorax[-_]client.*", text)
+    assert commands
+    assert all("--no-deps" in command for command in commands), commands
 
 
 def test_model_example_runs(tmp_path: Path, forks: ForkServerContext) -> None:

@@ -22,7 +22,8 @@ OURS = {
     "core": (
         "import lorax_server.models, lorax_server.adapters.host, lorax_server.adapters.merge, lorax_server.kernels\n"
         "import lorax_server.weights, lorax_server.worker.adapter_memory, lorax_server.engine.engine\n"
-        "from lorax_server.models.registry import MODELS, find_model_class\n"
+        "from lorax_server.model_types import MODELS\n"
+        "from lorax_server.models.registry import find_model_class\n"
         "for model_type in MODELS: find_model_class(model_type)"
     ),
     "script": "import lorax_server.llm",
@@ -50,13 +51,13 @@ def run(code: str) -> str:
     return done.stdout
 
 
-def test_package_import_is_light() -> None:
+def test_package_import_does_not_load_torch() -> None:
     modules = imported_by("import lorax_server")
     assert "lorax_server" in modules
     assert not modules & {"torch", "numpy", "transformers", "safetensors"}
 
 
-def test_settings_and_errors_import_is_light() -> None:
+def test_config_and_errors_import_does_not_load_torch() -> None:
     modules = imported_by("import lorax_server.config, lorax_server.errors")
     assert not modules & {"torch", "numpy", "transformers", "safetensors"}
 
@@ -89,7 +90,7 @@ def test_second_start_does_not_import_transformers_or_compiler() -> None:
     """Importing either takes seconds. The first start caches the model config."""
     start = "import sys\nfrom lorax_server.llm import LLM\n"
     start += (
-        f"with LLM({str(DEMO / 'model')!r}, {str(DEMO / 'adapters')!r}, max_rows=2) as llm: llm.generate('hello')\n"
+        f"with LLM({str(DEMO / 'model')!r}, {str(DEMO / 'adapters')!r}, max_num_seqs=2) as llm: llm.generate('hello')\n"
     )
     run(start)
     names = ("torch", "transformers", "torch._dynamo")

@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from lorax_server.errors import AdapterError, AdapterNotFoundError, ConfigError, EngineError, InputError, LoraxError
 from lorax_server.generation.generation import Completion, Generation
 from lorax_server.llm import LLM
-from lorax_server.models.registry import MODELS
+from lorax_server.model_types import MODELS
 from lorax_server.text import adapter_tokenizers
 from lorax_server.types import FinishReason, SamplingParams, StopParams
 from tests.adapters.sources.test_source import Clock
@@ -42,7 +42,7 @@ PATIENCE_S = 120  # only reached if a test fails
 TEXTS = ["the quick brown fox", "hello", "the lazy dog, and the world", "naïve 日本語 there"]
 SMALL: dict[str, Any] = {
     "device": "cpu",
-    "max_rows": 4,
+    "max_num_seqs": 4,
     "block_size": 4,
     "max_step_tokens": 24,
     "cache_bytes": 2**18,
@@ -223,7 +223,7 @@ def test_empty_prompt_list_returns_no_completions(llm: LLM) -> None:
     assert llm.generate([], adapter=[]) == []
 
 
-def test_one_adapter_for_all_prompts(world: World, llm: LLM) -> None:
+def test_one_adapter_applies_to_all_prompts(world: World, llm: LLM) -> None:
     expected = [world.answer(text, "second")[1] for text in TEXTS]
     assert texts(llm.generate(TEXTS, stop=STOP, adapter="second")) == expected
 
@@ -423,7 +423,7 @@ def test_error_affects_only_its_thread(world: World, llm: LLM) -> None:
     assert answers[::2] == [[world.answer(text)[1] for text in TEXTS]] * 4
 
 
-def test_stream_is_complete_if_other_thread_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stream_is_complete_if_another_thread_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader sees a token's effects atomically, although the applying thread may stop at any point."""
     expected = "".join(chunk.text for chunk in llm.stream(TEXTS[0], stop=STOP))
     stream = llm.stream(TEXTS[0], stop=STOP)
@@ -782,7 +782,7 @@ def test_adapter_tokenizer_cache_is_bounded(world: World, tmp_path: Path, monkey
     with LLM(world.model, folders, **SMALL) as llm:
         names = [*folders, "0", "3", "3"]
         completions = llm.generate(["hello"] * len(names), stop=STOP, adapter=names)
-        assert len(llm._tokenizers._heavy) == 2
+        assert len(llm._tokenizers._own) == 2
     assert texts(completions) == [world.answer("hello", "first")[1]] * len(names)
 
 
@@ -831,7 +831,7 @@ def test_fallback_architecture_matches_transformers(tmp_path: Path, world: World
     assert config.model_type not in MODELS
     oracle, tokenizer = make_model(config), make_tokenizer()
     folder = save(tmp_path / "model", oracle, tokenizer)
-    with LLM(folder, world.adapters, max_rows=3) as llm:  # wherever such models run
+    with LLM(folder, world.adapters, max_num_seqs=3) as llm:  # wherever such models run
         prompts = [tokenizer(text)["input_ids"] for text in TEXTS]
         found = llm.generate(TEXTS, SamplingParams(num_alternatives=3), STOP, prompt_logprobs=True)
         for prompt, completion in zip(prompts, found, strict=True):
@@ -844,7 +844,7 @@ def test_fallback_architecture_matches_transformers(tmp_path: Path, world: World
         mixed = llm.generate(TEXTS[:2], stop=STOP, adapter=["first", None], on_error="return")
         assert isinstance(mixed[0].error, AdapterError)
         assert mixed[1].text == found[1].text
-        with pytest.raises(AdapterError, match="without adapters"):
+        with pytest.raises(AdapterError, match="does not support adapters"):
             llm.load_adapter("first")
         assert_idle(llm)
 

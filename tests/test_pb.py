@@ -199,8 +199,8 @@ def run_without_protobuf(code: str, *arguments: str) -> str:
 def test_only_messages_import_protobuf() -> None:
     code = (
         "import lorax_server.models.causal_lm, lorax_server.sampling\n"
-        "from lorax_server.models.contract.types import messages\n"
-        "try: messages()\nexcept ModuleNotFoundError as error: print(error.name.split('.')[0])"
+        "from lorax_server.models.contract.types import message_types\n"
+        "try: message_types()\nexcept ModuleNotFoundError as error: print(error.name.split('.')[0])"
     )
     assert run_without_protobuf(code) == "google"
 

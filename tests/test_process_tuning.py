@@ -54,12 +54,22 @@ THRESHOLDS = (
     "[libc.free(block) for block in blocks]\n"
     "print(resident() - before)\n"
 )
+TITLE = (
+    "from pathlib import Path\n"
+    "from lorax_server.process_tuning import set_process_title\n"
+    "def read(name): return Path('/proc/self', name).read_bytes().rstrip(bytes(1)).decode().strip()\n"
+    "before = read('environ')\n"
+    "set_process_title('engine')\n"
+    "print(read('cmdline'), read('comm'), read('environ') == before, sep='|')\n"
+)
 ALL = (
     "import ctypes, gc, os, sys\n"
     "from lorax_server import process_tuning\n"
-    "def read(): return sys.getswitchinterval(), gc.get_threshold(), ctypes.CDLL(None).prctl(30), len(os.environ)\n"
+    "def name(): return open('/proc/self/comm').read(), len(os.environ)\n"
+    "def read(): return sys.getswitchinterval(), gc.get_threshold(), ctypes.CDLL(None).prctl(30), name()\n"
     "calls, before = [], read()\n"
     "process_tuning._call_libc = lambda name, *args: calls.append(name)\n"
+    "process_tuning.set_process_title('engine')\n"
     "process_tuning.set_gil_switch_interval()\n"
     "process_tuning.freeze_gc()\n"
     "process_tuning.tune_gc()\n"
@@ -79,7 +89,11 @@ def run(script: str, **variables: str) -> str:
     return done.stdout
 
 
-def test_gil_switch_interval_and_timer_slack() -> None:
+def test_process_title_keeps_environment_readable() -> None:
+    assert run(TITLE).strip() == "lorax: engine|lorax: engine|True"
+
+
+def test_gil_switch_interval_and_timer_slack_are_set() -> None:
     words = [float(word) for word in run(SWITCH_INTERVAL).split()]
     assert words == pytest.approx([process_tuning.GIL_SWITCH_INTERVAL_S, process_tuning.TIMER_SLACK_NS])
 

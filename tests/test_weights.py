@@ -4,6 +4,7 @@ import pickle
 import random
 import re
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from torch import nn
 from lorax_server.cli.demo import FOLDER
 from lorax_server.config import ModelConfig
 from lorax_server.distributed import FakeGroup, Shard, shard_evenly, shard_units, shard_vocab, unsharded
-from lorax_server.errors import WeightsError
+from lorax_server.errors import ConfigError, WeightsError
+from lorax_server.files.model_files import check_model_files
 from lorax_server.models import get_model
 from lorax_server.weights import Weights, estimate_bytes, open_tensors, open_weights
-from tests.builders import how, memory_weights
+from tests.builders import CPU, how, memory_weights
 
 INDEX = "model.safetensors.index.json"
 BIN_INDEX = "pytorch_model.bin.index.json"
@@ -181,14 +183,14 @@ def test_safetensors_are_preferred_to_pickles(tmp_path: Path) -> None:
 
 def test_estimate_bytes_uses_load_dtype(tmp_path: Path) -> None:
     write_sharded(tmp_path, {"x": torch.zeros(1000), "y": torch.zeros(500, dtype=torch.float16)})
-    assert estimate_bytes(tmp_path, torch.float32) == 6000
-    assert estimate_bytes(tmp_path, torch.bfloat16) == 3000
+    assert estimate_bytes(tmp_path, torch.float32, CPU) == 6000
+    assert estimate_bytes(tmp_path, torch.bfloat16, CPU) == 3000
 
 
 def test_estimate_bytes_of_pickles_is_lower_bound(tmp_path: Path) -> None:
     write_bin(tmp_path, {"x": torch.zeros(1000)})
-    assert 4000 <= estimate_bytes(tmp_path, torch.float32) < 6000
-    assert estimate_bytes(tmp_path, torch.float16) < 3000
+    assert 4000 <= estimate_bytes(tmp_path, torch.float32, CPU) < 6000
+    assert estimate_bytes(tmp_path, torch.float16, CPU) < 3000
 
 
 # --- names
@@ -333,17 +335,45 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
+TRUNCATED = ("truncated", "truncated in the header", "header past the end", "empty", "offsets past the end")
+
+
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_damaged_safetensors_file_is_named(tmp_path: Path, damage: str, sharded: bool) -> None:
     damaged = DAMAGE[damage](safetensors_bytes(tmp_path))
     path = tmp_path / ("shard.safetensors" if sharded else "model.safetensors")
     path.write_bytes(damaged)
+    (tmp_path / "tokenizer.json").touch()
     if sharded:
         (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"x": path.name}}))
-    with pytest.raises(WeightsError, match="not a readable safetensors file") as caught:
+    is_short = damage in TRUNCATED
+    reason = r"the file has \d+ bytes.*was the copy interrupted\?" if is_short else "not a readable safetensors file"
+    with pytest.raises(WeightsError, match=reason) as caught:
         open_weights(tmp_path, **how())
     assert str(path) in str(caught.value)
+    with pytest.raises(WeightsError, match=reason) if is_short else nullcontext():
+        check_model_files(tmp_path)
+
+
+def test_truncated_file_error_names_both_sizes(tmp_path: Path) -> None:
+    good = safetensors_bytes(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(good[:-100])
+    with pytest.raises(WeightsError, match=f"has {len(good) - 100} bytes, but its header needs {len(good)}; was the"):
+        check_model_files(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(good)
+    with pytest.raises(ConfigError, match=r"no tokenizer; looked for tokenizer\.json, tokenizer\.model, "):
+        check_model_files(tmp_path)
+    (tmp_path / "qwen.tiktoken").touch()
+    check_model_files(tmp_path)
+
+
+def test_git_lfs_pointer_is_explained(tmp_path: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 538090408\n"
+    (tmp_path / "model.safetensors").write_text(pointer)
+    for check in (check_model_files, lambda folder: open_weights(folder, **how())):
+        with pytest.raises(WeightsError, match="is a Git LFS pointer without the weights; run `git lfs pull`"):
+            check(tmp_path)
 
 
 BAD_INDICES = {
@@ -462,7 +492,7 @@ def test_hostile_pickle_fixture_executes_code(tmp_path: Path) -> None:
     ],
     ids=["list", "nested", "no dictionary", "bare tensor", "number", "sparse"],
 )
-def test_pickle_with_other_objects_is_rejected(tmp_path: Path, content: Any) -> None:
+def test_pickle_with_objects_besides_tensors_is_rejected(tmp_path: Path, content: Any) -> None:
     path = tmp_path / "pytorch_model.bin"
     torch.save(content, path)
     with pytest.raises(WeightsError, match=r"not a plain dictionary of tensors|not load as plain tensors") as caught:

@@ -33,7 +33,7 @@ ADAPTER_HOST_BYTES = 34 * 2**30
 
 
 class Adapter(NamedTuple):
-    """Random adapter description."""
+    """Description of a random adapter."""
 
     name: str
     rank: int = 16
@@ -105,7 +105,7 @@ class Bench(NamedTuple):
         return [completion.token_ids for completion in completions]
 
     def load(self, adapters: Iterable[Adapter]) -> float:
-        """Load adapters to the device by requests that use them. Return the seconds."""
+        """Load adapters to the device by sending requests that use them. Return the time in seconds."""
         names = [adapter.name for adapter in adapters]
         begin = time.monotonic()
         self.generate([[FIRST_WORD]] * len(names), 1, names)
@@ -135,7 +135,7 @@ def make_parser(description: str | None, has_folder: bool = True) -> argparse.Ar
 
 @contextmanager
 def open_bench(args: argparse.Namespace, adapters: Sequence[Adapter], **settings: Any) -> Iterator[Bench]:
-    """Create missing files and start an engine."""
+    """Create missing model and adapter files, and start an engine."""
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)6d ms  %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     print(f"{describe_device()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
@@ -146,13 +146,13 @@ def open_bench(args: argparse.Namespace, adapters: Sequence[Adapter], **settings
         if not args.tiny:
             settings |= {"adapter_bytes": ADAPTER_BYTES, "adapter_host_bytes": ADAPTER_HOST_BYTES}
         begin = time.monotonic()
-        with LLM(folder / "model", folder / "adapters", max_rows=MAX_NUM_SEQS, **settings) as llm:
+        with LLM(folder / "model", folder / "adapters", max_num_seqs=MAX_NUM_SEQS, **settings) as llm:
             print(f"engine started in {time.monotonic() - begin:.1f} s", flush=True)
             yield Bench(llm, StepClock(llm), shape, folder)
 
 
 def make_files(folder: Path, shape: ModelShape, adapters: Sequence[Adapter]) -> None:
-    """Write the model and the adapters that do not exist. Adapter weights follow from the adapter name."""
+    """Write the model and the adapters that do not exist yet. The adapter name is the seed of its weights."""
     if not (folder / "model/tokenizer_config.json").exists():  # the last file that is written
         make_model(folder / "model", shape)
     missing = [one for one in adapters if not (folder / "adapters" / one.name / "adapter_config.json").exists()]

@@ -9,7 +9,7 @@ BYTES_PER_MS = 4.1e9  # memory bandwidth that an H200 reaches
 
 
 def capture(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """Run the function once to warm up, then capture it."""
+    """Run the function once to warm up, then capture it as a CUDA graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

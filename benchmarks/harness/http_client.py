@@ -1,7 +1,7 @@
 """Load generator: send many requests to `/generate_stream` or `/generate`, in a separate process.
 
-It leaves a core to the server, so it parses no JSON. A stream is searched for the bytes of a token event and of the
-last chunk; neither can occur inside a JSON string. A whole response has its token count in a header.
+It does not parse JSON, to leave CPU time for the server. It searches a stream for the bytes of a token event and of the
+last chunk, which cannot occur inside a JSON string. A response that is not streamed has its token count in a header.
 """
 
 import argparse
@@ -28,7 +28,7 @@ LENGTH = re.compile(rb"content-length: (\d+)")
 
 @dataclass
 class Sample:
-    """One request as the client saw it. Times are seconds since the first request was sent."""
+    """The client-side result of one request. Times are seconds since the first request was sent."""
 
     sent_s: float = 0.0
     first_s: float = 0.0
@@ -39,7 +39,7 @@ class Sample:
 
 
 class Connection(asyncio.Protocol):
-    """A connection that requests one stream after the other."""
+    """A connection that sends streaming requests, one after the other."""
 
     def __init__(self) -> None:
         self.is_open = False
@@ -90,7 +90,7 @@ class Connection(asyncio.Protocol):
 
 
 class WholeConnection(Connection):
-    """A connection that requests one whole response after the other."""
+    """A connection that sends requests without streaming, one after the other."""
 
     def data_received(self, data: bytes) -> None:
         self._tail += data
@@ -121,7 +121,7 @@ class Load:
         self.start = 0.0
 
     async def run(self, at_once: int) -> float:
-        """Run all requests. Return the seconds."""
+        """Run all requests. Return the time in seconds."""
         self.start = time.perf_counter()
         await asyncio.gather(*[self._work() for _ in range(min(at_once, len(self.samples)))])
         return max(sample.end_s for sample in self.samples)

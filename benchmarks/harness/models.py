@@ -1,4 +1,4 @@
-"""Small float32 models for CPU benchmarks, configs of published models, and forwards over a paged cache."""
+"""Small float32 models for CPU benchmarks, configs of published models, and forward passes with a paged KV cache."""
 
 import json
 import time
@@ -119,7 +119,7 @@ def build_ours(config: Any, tensors: dict[str, torch.Tensor]) -> PagedCausalLM:
 
 
 class Paged:
-    """Our model with `batch` sequences in its cache. Their blocks are in random order."""
+    """A paged model with `batch` sequences in its KV cache, whose blocks are in random order."""
 
     def __init__(self, model: Any, batch: int, length: int) -> None:
         blocks_each = -(-length // BLOCK_SIZE)
@@ -156,7 +156,7 @@ class Paged:
 
 
 def fill(paged: Paged, cache: DynamicCache, context: int) -> None:
-    """Fill our cache and the cache of transformers with the same noise."""
+    """Fill the paged cache and the cache of transformers with the same noise."""
     num_heads, dim = paged.model.kv_shape
     missing = paged.tables.shape[1] * BLOCK_SIZE - context
     for layer, stored in enumerate(paged.kv_cache):

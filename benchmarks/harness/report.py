@@ -11,7 +11,7 @@ FIELDS = ("name", "value", "unit", "peer", "goal", "met")
 
 @dataclass(frozen=True)
 class Record:
-    """One measured value. `met` follows from the value and the goal."""
+    """One measured value, with its goal and the peer's value."""
 
     name: str
     value: float

@@ -136,5 +136,5 @@ def _wait_for_url(process: "subprocess.Popen[bytes]", log: Path) -> str:
 
 def _kind_of(process: psutil.Process) -> str:
     words = " ".join(process.cmdline())
-    kinds = {"resource_tracker": "resource tracker", "spawn_main": "engine", "sandbox.worker": "sandbox worker"}
+    kinds = {"resource_tracker": "resource tracker", "lorax: engine": "engine", "lorax: sandbox": "sandbox worker"}
     return next((name for sign, name in kinds.items() if sign in words), "API")

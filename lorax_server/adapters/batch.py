@@ -51,7 +51,7 @@ class AdapterArena:
         return {name: LoraTarget(i, target.columns) for i, (name, target) in enumerate(self.targets.items())}
 
     @cached_property
-    def widths(self) -> torch.Tensor:
+    def features(self) -> torch.Tensor:
         """Return each target's input and output sizes on this rank, `[num_targets, 2]`."""
         sizes = [(target.inputs.size, target.outputs.size) for target in self.targets.values()]
         return torch.tensor(sizes, device=self.table.device).view(-1, 2)
@@ -94,7 +94,7 @@ class AdapterBatchData:
             arena.buffer,
             arena.table,
             arena.scales,
-            arena.widths,
+            arena.features,
             meta.adapter_indices.int(),
             arena.host_table,
             meta.adapter_segments,

@@ -16,10 +16,12 @@ from typing import Any
 import regex
 
 from lorax_server.errors import AdapterError
+from lorax_server.files.model_files import LFS_POINTER, describe_truncation, find_header_truncation
 from lorax_server.files.regular_file import Stamp, convert_read_errors, open_regular_file
 from lorax_server.files.strict_json import parse_json
 
 MAX_HEADER_BYTES = 1 << 22
+MAX_FILE_BYTES = 1 << 50  # larger offsets are damage, not truncation
 MAX_KEY_LENGTH = 1000
 MAX_DIMENSIONS = 8
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -94,8 +96,11 @@ def read_header(path: Path, name: str, stamp: Stamp | None = None) -> dict[str, 
     try:
         with convert_read_errors(label, path), open_regular_file(path, stamp) as file:
             size = os.fstat(file.fileno()).st_size
-            length_bytes = file.read(8)
-            length = struct.unpack("<Q", length_bytes)[0] if len(length_bytes) == 8 else 0
+            start = file.read(len(LFS_POINTER))
+            if problem := find_header_truncation(start, size, MAX_HEADER_BYTES):
+                raise AdapterError(f"{label}: {path.name}: {problem}")
+            length = struct.unpack("<Q", start[:8])[0]
+            file.seek(8)
             if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
                 raise AdapterError(
                     f"{label}: {path.name} is not a safetensors file (header length {length}, file size {size}); "
@@ -109,9 +114,22 @@ def read_header(path: Path, name: str, stamp: Stamp | None = None) -> dict[str, 
         raise AdapterError(f"{label}: {path.name} has invalid metadata")
     if not header:
         raise AdapterError(f"{label}: {path.name} has no tensors")
+    if (needed := 8 + length + _find_end(header)) > size:
+        raise AdapterError(f"{label}: {path.name}: {describe_truncation(size, needed)}")
     tensors = {key: _tensor_info(name, key, value, 8 + length, size) for key, value in header.items()}
     _check_layout(name, tensors, 8 + length, size)
     return tensors
+
+
+def _find_end(header: Mapping[str, Any]) -> int:
+    """Return the end of the last tensor, relative to the end of the header. Invalid entries are ignored."""
+    offsets: list[Any] = [entry.get("data_offsets") for entry in header.values() if isinstance(entry, dict)]
+    return max((pair[1] for pair in offsets if _is_range(pair)), default=0)
+
+
+def _is_range(pair: Any) -> bool:
+    is_pair = isinstance(pair, list) and len(pair) == 2 and all(type(number) is int for number in pair)
+    return is_pair and 0 <= pair[0] <= pair[1] <= MAX_FILE_BYTES
 
 
 def _tensor_info(name: str, key: str, value: Any, data_start: int, size: int) -> TensorInfo:

@@ -1,7 +1,7 @@
 """Convert an adapter to the device layout for one rank, so that loading it to the device is a plain copy.
 
 Every PEFT method is reduced to four fields per module: low-rank factors (LoRA, VeRA, KaSA, replaced linear weights), an
-output factor (DoRA, IA3, norm weights), an output shift (biases), and replaced rows (embedding and head).
+output scale (DoRA, IA3, norm weights), an output bias (all biases), and replaced rows (embedding and head).
 """
 
 from collections.abc import Callable, Mapping
@@ -177,12 +177,12 @@ class _PreparedModule:
             self._find_changed_rows()
         self.scale = weights.scale
         self.lora_a, self.lora_b = self._shard_factors()
-        self.factor = self._compute_factor()
-        self.shift = self._compute_shift()
+        self.output_scale = self._compute_output_scale()
+        self.output_bias = self._compute_output_bias()
         if weights.output_scale is not None:  # IA3 also scales the bias
             scale = target.outputs.select(weights.output_scale, dim=0)
-            self.factor = scale if self.factor is None else self.factor * scale
-            self.shift = None if self.shift is None else self.shift * scale
+            self.output_scale = scale if self.output_scale is None else self.output_scale * scale
+            self.output_bias = None if self.output_bias is None else self.output_bias * scale
         self._complete_new_rows()
 
     def count_fields(self) -> dict[Field, int]:
@@ -193,8 +193,8 @@ class _PreparedModule:
         tensors = {
             Field.A: self.lora_a,
             Field.B: self.lora_b,
-            Field.FACTOR: self.factor,
-            Field.SHIFT: self.shift,
+            Field.OUTPUT_SCALE: self.output_scale,
+            Field.OUTPUT_BIAS: self.output_bias,
             Field.ROWS: self.rows,
             Field.NEW_ROWS: self.new_rows,
         }
@@ -255,7 +255,10 @@ class _PreparedModule:
         return self.target.shard_factors(lora_a, lora_b)
 
     def _shard_kasa_factors(self, lora_a: torch.Tensor, lora_b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return KaSA factors that also subtract the smallest singular components from the base model matrix."""
+        """Return KaSA factors that also subtract the smallest singular components from the base model matrix.
+
+        Also set `scale` to 1, because the factors include the scale.
+        """
         self.scale, outputs = 1.0, self.target.outputs
         sizes = torch.tensor([outputs.size], device=self._base.device)
         if outputs.size != outputs.full and int(self.group.all_reduce(sizes)) != outputs.full:
@@ -264,7 +267,7 @@ class _PreparedModule:
         dropped_a, dropped_b = compute_smallest_components(self.target, len(lora_a), self.group, self.pause)
         return torch.cat([local_a.float(), dropped_a]), torch.cat([local_b, -dropped_b])
 
-    def _compute_factor(self) -> torch.Tensor | None:
+    def _compute_output_scale(self) -> torch.Tensor | None:
         target, magnitude = self.target, self.weights.magnitude
         if target.kind is TargetKind.NORM and self.weights.weight is not None:
             base, new = target.read().float().cpu(), target.outputs.select(self.weights.weight, dim=0)
@@ -331,26 +334,26 @@ class _PreparedModule:
         rows, magnitude = self._adapted_new_rows(), self.weights.magnitude
         if magnitude is not None and len(rows):
             if self.target.kind is TargetKind.EMBEDDING:
-                assert self.factor is not None
-                rows = rows * self.factor
+                assert self.output_scale is not None
+                rows = rows * self.output_scale
             else:
                 rows = rows * self._divide(magnitude[-len(rows) :], rows.norm(dim=1), "norm of an added row")[:, None]
         self.new_rows = rows
 
-    def _compute_shift(self) -> torch.Tensor | None:
-        """Return the vector that is added to the module output after multiplication by the output factor, or None."""
+    def _compute_output_bias(self) -> torch.Tensor | None:
+        """Return the vector that is added to the module output after multiplication by the output scale, or None."""
         target, weights = self.target, self.weights
         if not target.adds_bias:
             return None
         old = None if target.bias is None else target.bias.float().cpu()
-        shift = None
-        if old is not None and (weights.bias is not None or self.factor is not None):
+        output_bias = None
+        if old is not None and (weights.bias is not None or self.output_scale is not None):
             new = old if weights.bias is None else target.outputs.select(self._resize_bias(weights.bias), dim=0)
-            shift = new - old * (1 if self.factor is None else self.factor)
+            output_bias = new - old * (1 if self.output_scale is None else self.output_scale)
         if weights.lora_bias is not None:
             added = target.outputs.select(weights.lora_bias, dim=0) * weights.scale
-            shift = added if shift is None else shift + added
-        return shift
+            output_bias = added if output_bias is None else output_bias + added
+        return output_bias
 
     def _resize_bias(self, bias: torch.Tensor) -> torch.Tensor:
         """Return the adapter's bias, resized to the base model's outputs. The bias of added tokens must be zero."""

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -16,8 +16,6 @@ CHUNK_BYTES = 1 << 20
 NUM_HASH_THREADS = 4
 MIN_THREAD_BYTES = 1 << 23  # smaller files are hashed by fewer threads
 
-NamedTensor = tuple[str, TensorInfo]
-
 
 def identify(config: AdapterConfig, path: Path, tensors: Mapping[str, TensorInfo], stamp: Stamp | None = None) -> str:
     """Return a hash of the adapter's tensors and settings. Tensor order in the file does not matter.
@@ -25,14 +23,11 @@ def identify(config: AdapterConfig, path: Path, tensors: Mapping[str, TensorInfo
     If `stamp` is given, raise SourceError if the file changed after that stamp was read.
     """
     label = f"adapter {config.name!r}"
-    groups = _split_evenly(sorted(tensors.items(), key=lambda item: item[1].start))
-    hash_group = partial(_hash_tensors, label, path, stamp)
-    with convert_read_errors(label, path):
-        if len(groups) == 1:
-            results = [hash_group(groups[0])]
-        else:
-            with ThreadPoolExecutor(len(groups), "hash adapters") as threads:
-                results = list(threads.map(hash_group, groups))
+    items, num_bytes = list(tensors.items()), sum(info.stop - info.start for info in tensors.values())
+    count = min(NUM_HASH_THREADS, 1 + num_bytes // MIN_THREAD_BYTES)
+    groups = [items[first::count] for first in range(count)]
+    with convert_read_errors(label, path), ThreadPoolExecutor(count, "hash adapters") as threads:
+        results = list(threads.map(partial(_hash_tensors, label, path, stamp), groups))
     digests = {key: digest for group in results for key, digest in group.items()}
     digest = hashlib.sha256(_encode_line(["lorax adapter", 3, config.identity_settings()]))
     for key in sorted(digests):
@@ -40,21 +35,9 @@ def identify(config: AdapterConfig, path: Path, tensors: Mapping[str, TensorInfo
     return digest.hexdigest()
 
 
-def _split_evenly(tensors: Sequence[NamedTensor]) -> list[list[NamedTensor]]:
-    """Split tensors, in file order, into groups of about equal size, one group per thread."""
-    total = sum(info.stop - info.start for _, info in tensors)
-    size = max(MIN_THREAD_BYTES, -(-total // NUM_HASH_THREADS))
-    groups: list[list[NamedTensor]] = [[]]
-    num_bytes = 0
-    for key, info in tensors:
-        if num_bytes >= size * len(groups):
-            groups.append([])
-        groups[-1].append((key, info))
-        num_bytes += info.stop - info.start
-    return groups
-
-
-def _hash_tensors(label: str, path: Path, stamp: Stamp | None, tensors: Sequence[NamedTensor]) -> dict[str, bytes]:
+def _hash_tensors(
+    label: str, path: Path, stamp: Stamp | None, tensors: Iterable[tuple[str, TensorInfo]]
+) -> dict[str, bytes]:
     """Return each tensor's hash, which covers name, dtype, shape and data."""
     digests = {}
     chunk = memoryview(bytearray(CHUNK_BYTES))

@@ -66,6 +66,7 @@ def bench(api: ApiClient, args: Namespace) -> int:
     for name in COUNT_FLAGS:
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
+    api.check()
     started = time.perf_counter()
     with (
         tqdm(total=args.requests, unit="request", disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar,
@@ -76,6 +77,8 @@ def bench(api: ApiClient, args: Namespace) -> int:
             samples.append(sample)
             bar.update()
     figures = summarize(samples, time.perf_counter() - started)
+    if figures["errors"] == len(samples):
+        raise LoraxError(f"all {len(samples)} requests failed: {next(iter(figures['reasons']))}")
     if args.json != "-":
         print(format_figures(figures))
     if args.json:

@@ -19,7 +19,7 @@ from lorax_server.cli.http import (
     replace_unencodable_characters,
     write_output,
 )
-from lorax_server.errors import ConfigError, LoraxError
+from lorax_server.errors import ConfigError, LoraxError, NoTemplateError
 
 SAMPLING: Mapping[str, tuple[type, str]] = {
     "temperature": (float, "sampling temperature; 0 always selects the most likely token"),
@@ -31,6 +31,7 @@ SAMPLING: Mapping[str, tuple[type, str]] = {
 CHAT_HELP = "/adapter NAME selects an adapter (without NAME: the base model), /reset starts a new chat, /quit exits"
 ACTIONS = {"load": "loaded", "unload": "unloaded", "pin": "loaded and pinned", "unpin": "no longer pinned"}
 PIN_BY_ACTION = {"load": None, "pin": True, "unpin": False}  # None does not change the pin
+MAX_ERROR_CHARACTERS = 1000
 COLUMNS = ("id", "source", "state", "bytes", "pinned", "requests", "hash")
 
 
@@ -57,12 +58,18 @@ def run(command: str, argv: list[str], environ: Mapping[str, str]) -> int:
 
 
 def _add_generate_flags(parser: Parser) -> None:
-    parser.description = "Complete a prompt and print each token as it is generated."
+    parser.description = (
+        "Respond to a prompt, and print each token as it is generated. If the model or the adapter has a chat\n"
+        "template, the prompt is sent as a chat message."
+    )
     parser.epilog = (
-        'examples:\n  lorax generate "Once upon a time" --adapter poet --max-new-tokens 100\n'
+        'examples:\n  lorax generate "Write a haiku." --adapter poet --max-new-tokens 100\n'
+        '  lorax generate --raw "Once upon a time"           complete the text without a chat template\n'
         "  lorax generate - < prompt.txt                     read the prompt from a file"
     )
     parser.add_argument("prompt", metavar="PROMPT", help="prompt; - reads standard input")
+    parser.add_argument("--raw", action="store_true", help="complete the prompt without the chat template")
+    parser.add_argument("--system", metavar="TEXT", help="system message before the prompt; needs a chat template")
     _add_sampling_flags(parser)
     limit = "maximum number of generated tokens (default: up to the context length)"
     parser.add_argument("--max-new-tokens", type=int, metavar="N", help=limit)
@@ -87,39 +94,88 @@ def _sampling_parameters(args: Namespace) -> dict[str, Any]:
 
 
 def _generate(api: ApiClient, args: Namespace) -> int:
-    sampling = _sampling_parameters(args)
+    if args.raw and args.system:
+        raise ConfigError("--system needs the chat template; leave out --raw")
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    started, first_s = time.perf_counter(), None
+    details: dict[str, Any] = {}
+    for text in _generate_text(api, args, prompt, details):
+        first_s = first_s or time.perf_counter() - started
+        write_output(text)
+    total_s = time.perf_counter() - started
+    write_output("\n")
+    if args.details:
+        names = ("finish_reason", "prompt_tokens", "generated_tokens", "seed")
+        figures = [f"{name} {details.get(name)}" for name in names]
+        figures += [f"first token after {first_s:.3f} s"] if first_s is not None and not args.no_stream else []
+        figures += [f"{total_s:.3f} s", f"{details.get('generated_tokens', 0) / total_s:.1f} tokens/s"]
+        print(remove_control_characters(", ".join(figures)), file=sys.stderr)
+    return 0
+
+
+def _generate_text(api: ApiClient, args: Namespace, prompt: str, details: dict[str, Any]) -> Generator[str]:
+    """Yield the completion of a chat message, or of a text if there is no chat template. Set `details` at the end."""
+    if not args.raw:
+        try:
+            yield from _respond(api, args, prompt, details)
+            return
+        except NoTemplateError:
+            if args.system:
+                raise
+    yield from _complete(api, args, prompt, details)
+
+
+def _respond(api: ApiClient, args: Namespace, prompt: str, details: dict[str, Any]) -> Generator[str]:
+    """Yield the response to a chat message."""
+    system = [{"role": "system", "content": args.system}] if args.system else []
+    body = {"model": args.adapter or "", "messages": [*system, {"role": "user", "content": prompt}]}
+    body |= _without_none(
+        adapter_source=args.adapter_source if args.adapter else None, max_tokens=args.max_new_tokens, stop=args.stop
+    )
+    body |= _sampling_parameters(args) if _uses_sampling(args) else {**_sampling_parameters(args), "temperature": 0}
+    if not args.no_stream:
+        yield from stream_chat(api, body, details)
+        return
+    response = api.request("/v1/chat/completions", body)
+    try:
+        choice = response["choices"][0]
+        text = str(choice["message"]["content"] or "")
+    except (KeyError, IndexError, TypeError) as error:
+        raise LoraxError("the server's response has no choices; is it a lorax server?") from error
+    _read_usage(response, choice, details)
+    yield text
+
+
+def _complete(api: ApiClient, args: Namespace, prompt: str, details: dict[str, Any]) -> Generator[str]:
+    """Yield the completion of a text."""
     parameters = _without_none(
         adapter_id=args.adapter,
         adapter_source=args.adapter_source,
         max_new_tokens=args.max_new_tokens,
         stop=args.stop or [],
-        do_sample=bool({"temperature", "top_p", "top_k"} & sampling.keys()) and sampling.get("temperature") != 0,
+        do_sample=_uses_sampling(args),
         details=args.details,
-        **sampling,
+        **_sampling_parameters(args),
     )
-    body = {"inputs": sys.stdin.read() if args.prompt == "-" else args.prompt, "parameters": parameters}
-    started, first_s, last = time.perf_counter(), None, None
+    body, last = {"inputs": prompt, "parameters": parameters}, None
     if args.no_stream:
         last = api.request("/generate", body)
         if not isinstance(last, dict) or not isinstance(last.get("generated_text"), str):
             raise LoraxError("the server's response has no generated_text; is it a lorax server?")
-        write_output(last["generated_text"])
+        yield last["generated_text"]
     else:
         for last in api.stream("/generate_stream", body):
-            first_s = first_s or time.perf_counter() - started
             token = last.get("token") if isinstance(last, dict) else None
             if not isinstance(token, dict):
                 raise LoraxError("the server's events have no token; is it a lorax server?")
-            write_output("" if token.get("special") else str(token.get("text", "")))
-    details, total_s = find_details(last), time.perf_counter() - started
-    write_output("\n")
-    if args.details:
-        names = ("finish_reason", "prompt_tokens", "generated_tokens", "seed")
-        figures = [f"{name} {details.get(name)}" for name in names]
-        figures += [f"first token after {first_s:.3f} s"] if first_s is not None else []
-        figures += [f"{total_s:.3f} s", f"{details.get('generated_tokens', 0) / total_s:.1f} tokens/s"]
-        print(remove_control_characters(", ".join(figures)), file=sys.stderr)
-    return 0
+            yield "" if token.get("special") else str(token.get("text", ""))
+    details |= find_details(last)
+
+
+def _uses_sampling(args: Namespace) -> bool:
+    """Return True if a flag enables sampling. Otherwise, the most likely tokens are selected."""
+    sampling = _sampling_parameters(args)
+    return bool({"temperature", "top_p", "top_k"} & sampling.keys()) and sampling.get("temperature") != 0
 
 
 # --- chat -------------------------------------------------------------------------------------------------------------
@@ -173,21 +229,37 @@ class Conversation:
         return text
 
     def _stream_text(self, messages: list[dict[str, str]]) -> Generator[str]:
-        body = {"model": self.adapter_id, "messages": messages, "stream": True, **self._settings}
+        body = {"model": self.adapter_id, "messages": messages, **self._settings}
         if self.adapter_id and self._adapter_source:
             body["adapter_source"] = self._adapter_source
-        is_complete = False
-        with closing(self._api.stream("/v1/chat/completions", body)) as events:
-            for event in events:
-                try:
-                    choice = ((event or {"choices": []})["choices"] or [{}])[0]
-                    text = str((choice.get("delta") or {}).get("content") or "")
-                    is_complete |= event is None or bool(choice.get("finish_reason"))
-                except (KeyError, TypeError, AttributeError) as error:
-                    raise LoraxError("the server's events have no choices; is it a lorax server?") from error
-                yield text
-        if not is_complete:
-            raise LoraxError("the stream stopped before the completion was finished")
+        return stream_chat(self._api, body, {})
+
+
+def stream_chat(api: ApiClient, body: Mapping[str, Any], details: dict[str, Any]) -> Generator[str]:
+    """Yield the text of a chat completion as it is generated. Set the finish reason and token counts in `details`."""
+    is_complete = False
+    with closing(api.stream("/v1/chat/completions", {**body, "stream": True})) as events:
+        for event in events:
+            try:
+                choice = ((event or {"choices": []})["choices"] or [{}])[0]
+                text = str((choice.get("delta") or {}).get("content") or "")
+                is_complete |= event is None or bool(choice.get("finish_reason"))
+                _read_usage(event or {}, choice, details)
+            except (KeyError, TypeError, AttributeError) as error:
+                raise LoraxError("the server's events have no choices; is it a lorax server?") from error
+            yield text
+    if not is_complete:
+        raise LoraxError("the stream stopped before the completion was finished")
+
+
+def _read_usage(event: Mapping[str, Any], choice: Mapping[str, Any], details: dict[str, Any]) -> None:
+    """Read the finish reason and token counts, in LoRAX's names, from a chat completion or stream event."""
+    usage = event.get("usage") or {}
+    details |= _without_none(
+        finish_reason=choice.get("finish_reason"),
+        prompt_tokens=usage.get("prompt_tokens"),
+        generated_tokens=usage.get("completion_tokens"),
+    )
 
 
 def _chat(api: ApiClient, args: Namespace) -> int:
@@ -222,7 +294,7 @@ def _read_line(conversation: Conversation, is_terminal: bool) -> str | None:
 
 
 def _add_adapters_flags(parser: Parser) -> None:
-    parser.description = "List, load, unload and pin adapters on a server."
+    parser.description = "List, load, unload and pin adapters on a server. Adapter errors are printed below the list."
     parser.epilog = "examples:\n  lorax adapters\n  LORAX_ADMIN_KEY=secret lorax adapters pin poet --source local"
     parser.add_argument("action", nargs="?", default="list", choices=("list", *ACTIONS), help="(default: list)")
     parser.add_argument("name", nargs="?", metavar="NAME", help="adapter to change")
@@ -251,19 +323,16 @@ def _adapters(api: ApiClient, args: Namespace) -> int:
 def _list_adapters(api: ApiClient) -> dict[str, Any]:
     """Return all pages of the server's adapter list as one response."""
     joined: dict[str, Any] = {}
-    cursors = [""]
+    path = "/v1/adapters"
     while True:
-        page = api.request("/v1/adapters" + (f"?{urlencode({'after': cursors[-1]})}" if cursors[-1] else ""))
+        page = api.request(path)
         listed = page.get("data") if isinstance(page, dict) else None
         if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
             raise LoraxError("the server's response contains no adapter list; is it a lorax server?")
         joined = page | {"data": [*joined.get("data", []), *listed]}
         if not page.get("next"):
             return joined
-        cursors.append(str(page["next"]))
-        if cursors[-1] in cursors[:-1]:
-            shown = remove_control_characters(cursors[-1])[:80]
-            raise LoraxError(f"the server's adapter list repeats the page after {shown!r}; try again later")
+        path = f"/v1/adapters?{urlencode({'after': page['next']})}"
 
 
 def _format_table(listed: list[dict[str, Any]]) -> str:
@@ -272,7 +341,14 @@ def _format_table(listed: list[dict[str, Any]]) -> str:
     rows = [COLUMNS, *([_format_cell(name, item.get(name)) for name in COLUMNS] for item in listed)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    for item in listed:
+        if item.get("error"):
+            lines.append(f"{_format_cell('id', item.get('id'))}: {_format_line(item['error'])}")
     return "\n".join(lines)
+
+
+def _format_line(text: Any) -> str:
+    return " ".join(remove_control_characters(str(text)).split())[:MAX_ERROR_CHARACTERS]
 
 
 def _format_cell(name: str, value: Any) -> str:

@@ -7,15 +7,20 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
 from lorax_server import __version__
+from lorax_server.cli.environment import check_packages
 from lorax_server.cli.flags import Parser
-from lorax_server.cli.settings import ParsedSettings, check_model_folder, parse
-from lorax_server.config import ServerConfig
+from lorax_server.cli.packaged_models import find_local_model
+from lorax_server.cli.settings import ParsedSettings, parse
+from lorax_server.config import ModelConfig, ServerConfig
 from lorax_server.errors import ConfigError, LoraxError
+from lorax_server.files.model_files import check_model_files
+from lorax_server.model_types import check_model_config
 
 logger = logging.getLogger(__name__)
 
@@ -23,12 +28,31 @@ PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "triton", "hug
 DEVICE_PROBE_CODE = "import torch; print('cuda' if torch.cuda.is_available() else 'cpu')"
 COMMANDS = {
     "serve": "start a server",
-    "generate": "continue a text",
-    "chat": "talk to a model, or to an adapter",
+    "chat": "chat with a model or an adapter",
+    "generate": "respond to one prompt, or complete a text",
     "adapters": "list, load, unload and pin adapters",
     "bench": "measure a server under load",
     "plan": "estimate the GPUs that some traffic needs",
-    "download-weights": "download a model and its adapters",
+    "download": "download a model and its adapters",
+    "convert-adapter": "convert a GGUF adapter for use with this server",
+}
+ALIASES = {
+    "download-weights": "download",  # the name in LoRAX
+    "pull": "download",
+    "list": "adapters",
+    "ls": "adapters",
+    "ps": "adapters",
+    "start": "serve",
+    "help": "--help",
+    "version": "--version",
+}
+HINTS = {
+    "run": "`lorax serve --model-id MODEL` starts a server, and `lorax chat` chats with it",
+    "stop": "press Ctrl+C in the terminal of `lorax serve`, or send SIGTERM to its process",
+    "models": "`lorax adapters` lists the adapters of a server, and GET /v1/models also lists the base model",
+    **dict.fromkeys(("load", "unload", "pin", "unpin"), "use `lorax adapters load|unload|pin|unpin NAME`"),
+    "train": "train adapters with PEFT, and save them to a subfolder of --adapters-dir",
+    **dict.fromkeys(("ui", "web", "playground"), "start `lorax serve`, and open the address that it prints"),
 }
 HELP = """\
 commands:
@@ -37,8 +61,8 @@ commands:
 examples:
   lorax serve                                    a small bundled model with six adapters
   lorax serve --model-id Qwen/Qwen2.5-0.5B-Instruct --adapters-dir ./adapters
-  lorax generate "Once upon a time" --adapter poet
   lorax chat --adapter poet
+  lorax generate "Write a haiku." --adapter poet
 
 lorax COMMAND --help describes a command. lorax-launcher is lorax serve with the defaults of LoRAX.
 """
@@ -74,14 +98,18 @@ def run_program(program: str, run: Callable[[], int]) -> int:
 
 
 def _dispatch(argv: list[str]) -> int:
-    command = argv[0] if argv else "--help"
+    command = ALIASES.get(argv[0], argv[0]) if argv else "--help"
+    if command == "--help" and argv[1:] and ALIASES.get(argv[1], argv[1]) in COMMANDS:  # lorax help COMMAND
+        return _dispatch([argv[1], "--help"])
     if command not in COMMANDS:
         _parser().parse_args([command])
-        raise ConfigError(f"unknown command {command!r}; use one of {', '.join(COMMANDS)}")
+        raise ConfigError(f"unknown command {command!r}; {_suggest_command(command)}")
     if command == "serve":
         return _serve(argv[1:], "serve")
-    if command == "download-weights":
+    if command == "download":
         return _download_weights(argv[1:])
+    if command == "convert-adapter":
+        return _convert_adapter(argv[1:])
     if command == "plan":
         from lorax_server.cli.planning.command import run as plan  # noqa: PLC0415 - slow
 
@@ -89,6 +117,13 @@ def _dispatch(argv: list[str]) -> int:
     from lorax_server.cli.client import run  # noqa: PLC0415 - slow
 
     return run(command, argv[1:], os.environ)
+
+
+def _suggest_command(command: str) -> str:
+    similar = get_close_matches(command, [*COMMANDS, *ALIASES], 1)
+    if command in HINTS or not similar:
+        return HINTS.get(command, f"use one of {', '.join(COMMANDS)}")
+    return f"did you mean `lorax {ALIASES.get(similar[0], similar[0])}`?"
 
 
 def _parser() -> Parser:
@@ -141,8 +176,8 @@ def _serve_replicas(argv: list[str], count: int) -> int:
 
 def _download_weights(argv: list[str]) -> int:
     parser = Parser(
-        prog="lorax download-weights",
-        usage="lorax download-weights MODEL_ID [flags]",
+        prog="lorax download",
+        usage="lorax download MODEL_ID [flags]",
         description="Download a model and its adapters into the cache, and print the model folder.",
         epilog="Accepts the `lorax serve` flags for models, adapters and sources, such as --revision, --source,\n"
         "--adapter-id, --adapter-source and --huggingface-hub-cache.",
@@ -161,9 +196,30 @@ def _download_weights(argv: list[str]) -> int:
     return _download(_parse(["--model-id", arguments.model_id, *flags], environ, "serve"))
 
 
+def _convert_adapter(argv: list[str]) -> int:
+    parser = Parser(
+        prog="lorax convert-adapter",
+        usage="lorax convert-adapter ADAPTER.gguf FOLDER --model-id BASE [flags]",
+        description="Convert a GGUF LoRA adapter to a folder in PEFT's format, which the server can load.",
+        epilog="Accepts the `lorax serve` flags for models, such as --revision and --source.",
+    )
+    parser.add_argument("adapter", type=Path, metavar="ADAPTER.gguf", help="adapter from llama.cpp's converter")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="new adapter folder, usually below --adapters-dir")
+    arguments, flags = parser.parse_known_args(argv)
+    parsed = _parse(flags, os.environ, "serve")
+    from lorax_server.models.registry import load_config  # noqa: PLC0415 - both imports are slow
+    from lorax_server.weights.gguf_adapter import convert_adapter  # noqa: PLC0415
+
+    base = load_config(ModelConfig(_find_model(parsed)))
+    convert_adapter(arguments.adapter, base, arguments.folder)
+    print(arguments.folder)
+    return 0
+
+
 def _parse(argv: list[str], environ: Mapping[str, str], command: str) -> ParsedSettings:
     """Parse flags and environment variables, check them before any download, and return the settings."""
     parsed = parse(argv, environ, command)
+    check_packages()
     for warning in parsed.warnings:
         logger.warning(warning)
     if parsed.values.get("env"):
@@ -188,11 +244,20 @@ def _download(parsed: ParsedSettings) -> int:
 
 
 def _find_model(parsed: ParsedSettings) -> Path:
+    """Return the model folder. Check the model's config before its weights are downloaded or loaded."""
     values, is_s3 = parsed.values, parsed.model_source == "s3"
     location = str(values.get("weights_cache_override", parsed.model_location))
-    folder = Path(location).expanduser()
-    if folder.is_dir():
-        return check_model_folder(folder)
+
+    def check(folder: Path) -> None:
+        check_model_config(folder, parsed.model_id, needs_adapters=parsed.names_adapters)
+
+    if (path := find_local_model(location)) is not None:
+        from lorax_server.gguf.model_folder import find_model_folder  # noqa: PLC0415 - slow
+
+        folder = find_model_folder(path)
+        check(folder)
+        check_model_files(folder)
+        return folder
     from lorax_server.cli.download import find_model  # noqa: PLC0415 - slow
 
     return find_model(
@@ -203,6 +268,7 @@ def _find_model(parsed: ParsedSettings) -> Path:
         parsed.token,
         values.get("s3_endpoint" if is_s3 else "hub_endpoint"),
         values.get("hub_offline", False),
+        check=check,
     )
 
 

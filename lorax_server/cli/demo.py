@@ -19,6 +19,7 @@ SETTINGS: Mapping[str, Any] = {
     "adapters_dir": FOLDER / "adapters",
     "playground_examples": EXAMPLES,
     "tool_parser": ("json=json",),  # the adapter `json` can write tool calls as JSON
+    "describe_tools": False,  # it was not trained with tools in the prompt
     "hub": False,
     "cache_bytes": 2**28,
     "adapter_bytes": 2**26,

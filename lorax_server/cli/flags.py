@@ -5,7 +5,6 @@ import difflib
 import json
 import math
 import re
-import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from configparser import RawConfigParser
 from dataclasses import dataclass, fields
@@ -63,20 +62,22 @@ class Flag:
     choices: tuple[str, ...] = ()
     is_secret: bool = False
     has_env_prefix: bool = False  # the environment variable starts with LORAX_; LoRAX flags have no prefix
+    aliases: tuple[str, ...] = ()  # earlier names, which are still accepted but not shown in the help text
     ignored_reason: str = ""  # why the flag has no effect
     rejection_reason: str = ""  # why the flag is rejected: ignoring it would change completions
 
     @property
     def key(self) -> str:
-        return self.name.lstrip("-").replace("-", "_")
+        return _make_key(self.name)
 
     @property
     def variables(self) -> tuple[str, ...]:
         """Environment variables that set this flag, in order of precedence."""
         if self.name == "--env":  # ENV is often set for other purposes
             return ()
-        own = "LORAX_" * self.has_env_prefix + self.key.upper()
-        return (own, VARIABLES[self.field]) if self.field in VARIABLES else (own,)
+        prefix = "LORAX_" * self.has_env_prefix
+        own, *aliases = (prefix + _make_key(name).upper() for name in (self.name, *self.aliases))
+        return (own, VARIABLES[self.field], *aliases) if self.field in VARIABLES else (own, *aliases)
 
     def convert(self, text: str, origin: str) -> Any:
         """Convert and check a flag value. `origin` names the flag or environment variable in error messages."""
@@ -94,6 +95,10 @@ class Flag:
         if value not in self.choices:
             raise ConfigError(f"{origin}: {text[:100]!r} is not one of {', '.join(self.choices)}")
         return value
+
+
+def _make_key(name: str) -> str:
+    return name.lstrip("-").replace("-", "_")
 
 
 # --- Value kinds ------------------------------------------------------------------------------------------------------
@@ -155,6 +160,7 @@ def make_flags(settings: type) -> Iterator[Flag]:
             setting.choices,
             is_secret=not field.repr,
             has_env_prefix=field.name not in FLAG_NAMES,
+            aliases=setting.aliases,
         )
 
 
@@ -240,6 +246,10 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         arguments, unknown = self.parse_known_args(args, namespace)
+        if unknown and not unknown[0].startswith("-"):
+            is_server = "--model-id" in self._option_string_actions
+            hint = f"use --model-id {unknown[0]}" if is_server else "put quotes around the prompt, or see --help"
+            self.error(f"unexpected argument {unknown[0]!r}; {hint}")
         if unknown:
             names = [name for action in self._actions for name in action.option_strings]
             close = difflib.get_close_matches(unknown[0].partition("=")[0], names, 1)
@@ -287,17 +297,13 @@ def _add_flag(group: Any, flag: Flag, command: str) -> None:
     metavar = "|".join(flag.choices) or VALUE_KINDS[flag.kind].metavar
     names = (*SHORT_NAMES.get(flag.name, ()), flag.name)
     group.add_argument(*names, dest=flag.key, action="append", metavar=metavar, help=text, **optional)
+    if flag.aliases:
+        group.add_argument(*flag.aliases, dest=flag.key, action="append", help=argparse.SUPPRESS, **optional)
     if flag.name == "--hub":
         group.add_argument("--no-hub", dest="hub", action="append_const", const="false", help=argparse.SUPPRESS)
 
 
 def _list_ignored_flags() -> str:
     """Return a help text that lists the ignored flags by reason."""
-    entries = (
-        textwrap.wrap(f"{', '.join(names)}: {reason}", 100, break_on_hyphens=False, subsequent_indent="    ")
-        for reason, names in IGNORED_FLAGS.items()
-    )
-    return (
-        "\n  ".join(["LoRAX flags that are accepted and ignored:", *(line for lines in entries for line in lines)])
-        + "\n"
-    )
+    lines = (f"  {', '.join(names)}: {reason}\n" for reason, names in IGNORED_FLAGS.items())
+    return "LoRAX flags that are accepted and ignored:\n" + "".join(lines)

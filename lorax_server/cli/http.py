@@ -11,10 +11,11 @@ from typing import Any, Self
 import httpx2
 
 from lorax_server.cli.flags import Parser
-from lorax_server.errors import ConfigError, LoraxError
+from lorax_server.errors import ConfigError, LoraxError, NoTemplateError
 
 DEFAULT_URL = "http://127.0.0.1:3000"
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+NO_TEMPLATE_CODE = "no_chat_template"  # error code of the chat route
 CONNECT_TIMEOUT_S = 10.0
 MAX_EVENT_BYTES = 2**26
 CONTROL_CHARACTERS = dict.fromkeys(code for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t")
@@ -58,6 +59,11 @@ class ApiClient:
 
     def __exit__(self, *error: object) -> None:
         self._client.close()
+
+    def check(self) -> None:
+        """Raise if no healthy server responds."""
+        with self._send("/health", None) as response:
+            response.read()
 
     def request(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """Send a POST request with a body, or a GET request without one. Return the parsed JSON response."""
@@ -120,9 +126,13 @@ def _parse_json(content: bytes) -> Any:
 
 def _make_error(status: int, content: bytes) -> LoraxError:
     try:
-        message = _find_message(json.loads(content))
+        body = json.loads(content)
+        message = _find_message(body)
     except (ValueError, RecursionError):
-        message = content[:200].decode(errors="replace") or "no message"
+        body, message = None, content[:200].decode(errors="replace") or "no message"
+    error = body.get("error") if isinstance(body, dict) else None
+    if isinstance(error, dict) and error.get("code") == NO_TEMPLATE_CODE:
+        return NoTemplateError(message)
     hint = "; set --api-key or LORAX_API_KEY (for `lorax adapters`: --admin-key or LORAX_ADMIN_KEY)"
     return LoraxError(f"the server responded with status {status}: {message}{hint if status == 401 else ''}")
 

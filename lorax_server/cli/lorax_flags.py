@@ -57,7 +57,7 @@ IGNORED_FLAGS = {
     ),
     "prefill is always chunked": ("--chunked-prefill",),
     "prefix caching is always on": ("--prefix-caching",),
-    "adapters are never merged; completions are the same": ("--merge-adapter-weights",),
+    "adapters are never merged into the base model; completions are the same": ("--merge-adapter-weights",),
     "memory is the only limit; see --adapter-bytes": ("--max-active-adapters",),
     "adapters are loaded and evicted on demand": ("--adapter-cycle-time-s",),
     "kernels are selected automatically": ("--backend", "--disable-sgmv", "--disable-custom-kernels"),

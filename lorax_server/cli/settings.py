@@ -16,7 +16,6 @@ from lorax_server.cli.flags import FLAGS, LAUNCHER_DEFAULTS, Flag, build_parser
 from lorax_server.cli.lorax_flags import IGNORED_VARIABLES, REJECTED_VARIABLES, TOKEN_VARIABLES, WATERMARK
 from lorax_server.config import CorsConfig, EngineConfig, ModelConfig, ServerConfig, SourceConfig
 from lorax_server.errors import ConfigError
-from lorax_server.files.names import MODEL_CONFIG_FILE
 
 GPU_NAME = re.compile(r"\s*(\d+|(GPU|MIG)-[\w/-]+)\s*", re.ASCII)
 WATERMARK_VALUES = {"watermark_gamma": 0.5, "watermark_delta": 2.0}
@@ -40,6 +39,11 @@ class ParsedSettings:
     def adapter_token(self) -> str | None:
         """The hub token for adapters if the request contains no token, or None."""
         return self.token if self.values.get("use_global_hf_token") else None
+
+    @property
+    def names_adapters(self) -> bool:
+        """Return True if the operator configured adapters, so the model must support them."""
+        return any(self.values.get(key) for key in ("adapters_dir", "adapter_id", "preloaded_adapter_ids"))
 
     @property
     def model_source(self) -> str:
@@ -144,13 +148,6 @@ def _explain_missing_sources(sources: SourceConfig) -> dict[str, str]:
         "local": "" if sources.roots else "set --local-adapters or --adapters-dir",
         "s3": "" if sources.s3_bucket else "set --s3-bucket",
     }
-
-
-def check_model_folder(folder: Path) -> Path:
-    """Return the folder, or raise ConfigError if it has no config.json."""
-    if not (folder / MODEL_CONFIG_FILE).is_file():
-        raise ConfigError(f"model {str(folder)!r}: not a model folder, because it has no config.json")
-    return folder
 
 
 # --- Parsing ----------------------------------------------------------------------------------------------------------

@@ -16,13 +16,15 @@ class Limits(Capabilities):
     If `can_chunk` is False, each prompt is computed in one step, and sequences are never preempted.
     """
 
-    max_chunk: int | None = None  # maximum tokens per sequence and step; limits the delay for other prompts
+    max_prefill_chunk_tokens: int | None = (
+        None  # maximum tokens per sequence and step; limits the delay for other prompts
+    )
     max_waiting: int | None = None  # maximum number of waiting requests; more requests are rejected
     max_wait_s: float | None = None  # requests with a longer estimated wait are rejected
     adapter_timeout_s: float | None = None  # time limit for loading a request's adapter
 
     def __post_init__(self) -> None:
-        assert self.max_chunk is None or self.max_chunk > 0, self.max_chunk
+        assert self.max_prefill_chunk_tokens is None or self.max_prefill_chunk_tokens > 0, self.max_prefill_chunk_tokens
         assert self.max_step_tokens >= self.max_num_seqs > 0, "every running sequence needs one token per step"
         least = self.max_length + self.max_num_seqs
         assert self.can_chunk or self.max_step_tokens >= least, "max_step_tokens is too small for one prompt"
@@ -51,7 +53,7 @@ def find_token_error(request: Request, vocab_size: int) -> InputError | None:
     if max(request.sampling.logit_bias, default=0) >= vocab_size:
         return InputError(f"`logit_bias` has tokens beyond the vocabulary of {vocab_size}")
     if request.stop.min_new_tokens and request.stop.all_stop_token_ids.issuperset(range(vocab_size)):
-        return InputError("`min_new_tokens`: every token of the vocabulary would stop the request")
+        return InputError("`min_new_tokens` cannot be used because every token in the vocabulary is a stop token")
     return None
 
 
@@ -91,8 +93,10 @@ class Backlog:
 
     def estimate_tokens(self, request: Request) -> float:
         """Estimate a request's total number of prompt and completion tokens."""
-        most = request.stop.max_new_tokens
-        return len(request.prompt_ids) + (most if self._mean_generated is None else min(most, self._mean_generated))
+        max_new_tokens = request.stop.max_new_tokens
+        return len(request.prompt_ids) + (
+            max_new_tokens if self._mean_generated is None else min(max_new_tokens, self._mean_generated)
+        )
 
     def estimate_seconds(self, num_tokens: float) -> float:
         """Estimate the time for computing `num_tokens` in seconds. The estimate is 0 before the first step."""

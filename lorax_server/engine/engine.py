@@ -175,7 +175,7 @@ class Engine:
         return self._table.list_adapters(identities)
 
     def step(self) -> list[Output]:
-        """Submit the next step, collect the oldest step if `depth` steps are in flight, and return the outputs."""
+        """Submit the next step, collect the oldest step if `max_steps_in_flight` is reached, and return the outputs."""
         self._process_adapter_events()
         self._process_grammar_events()
         plan = self._scheduler.schedule()
@@ -190,7 +190,7 @@ class Engine:
                 self._scheduler.rollback(problem)
                 outputs += self._take_failed()
         num_in_flight = len(self._scheduler.in_flight)
-        if num_in_flight and (plan is None or num_in_flight >= self.capabilities.depth):
+        if num_in_flight and (plan is None or num_in_flight >= self.capabilities.max_steps_in_flight):
             outputs += self._collect()
         return outputs
 
@@ -272,8 +272,8 @@ class Engine:
         if self._table.is_loading and not self._scheduler.in_flight:  # step results also report finished loads
             self._table.loaded(self._executor.pop_loaded())
         self._table.advance()
-        for identity in self._table.pop_arrived():
-            self._scheduler.queues.adapter_arrived(identity)
+        for identity in self._table.pop_loaded():
+            self._scheduler.queues.adapter_loaded(identity)
             self._settle_loads(identity, None)
         for identity, error in self._table.pop_failed():
             self._scheduler.queues.adapter_failed(identity, error)
@@ -284,7 +284,7 @@ class Engine:
     def _process_grammar_events(self) -> None:
         if self._structured_output is None or not self._structured_output.has_events:
             return
-        for request_id, error in self._structured_output.pop_settled():
+        for request_id, error in self._structured_output.pop_results():
             if error is None:
                 self._scheduler.grammar_ready(request_id)
             else:
@@ -330,15 +330,15 @@ class Engine:
 
 def _build_masks(ready: Sequence[tuple[int, GrammarState]], step: SubmittedStep) -> StepMasks:
     """Return the token masks for a step. For forced tokens, the mask allows only the first forced token."""
-    words, forced = [], []
-    for number, state in ready:
-        mask, tokens = state.words, state.forced
+    masks, forced = [], []
+    for index, state in ready:
+        mask, tokens = state.mask, state.forced
         if not tokens:
-            words.append(mask)
+            masks.append(mask)
             continue
         only = np.zeros_like(mask)
         only.view(np.uint32)[tokens[0] // 32] = 1 << tokens[0] % 32
-        words.append(only)
-        if following := tuple(tokens[1 : 1 + step.max_forced_tokens(number)]):
-            forced.append((number, following))
-    return StepMasks(np.array([number for number, _ in ready], np.int64), words, tuple(forced))
+        masks.append(only)
+        if following := tuple(tokens[1 : 1 + step.max_forced_tokens(index)]):
+            forced.append((index, following))
+    return StepMasks(np.array([index for index, _ in ready], np.int64), masks, tuple(forced))

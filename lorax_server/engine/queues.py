@@ -86,7 +86,7 @@ class Queues:
             self.enqueue(sequence)
         return None
 
-    def adapter_arrived(self, identity: str) -> None:
+    def adapter_loaded(self, identity: str) -> None:
         for sequence in self._pop_all(identity):
             self._make_ready(sequence)
 

@@ -106,7 +106,7 @@ class Scheduler:
         """Return the next step plan, or None if there is no work."""
         self.queues.fail_timed_out()
         self._preempt_for_fairness()
-        builder = StepBuilder(self.limits.max_step_tokens, self.limits.max_chunk, self.limits.can_chunk)
+        builder = StepBuilder(self.limits.max_step_tokens, self.limits.max_prefill_chunk_tokens, self.limits.can_chunk)
         forced, long = list[Sequence](), list[Sequence]()
         for sequence in self._sort_running():
             num_tokens = sequence.num_uncomputed

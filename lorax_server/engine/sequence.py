@@ -62,7 +62,7 @@ class Sequence:
             self.prompt_alternatives[start : start + len(alternatives)] = alternatives
 
     def attach_start_report(self, output: Output) -> Output:
-        """Return the first output with start information and prompt log probabilities added."""
+        """Move start information and prompt log probabilities to the first output, and return the output."""
         output = output._replace(
             started=self.started, prompt_logprobs=self.prompt_logprobs, prompt_alternatives=self.prompt_alternatives
         )

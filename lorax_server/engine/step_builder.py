@@ -79,20 +79,20 @@ class SubmittedStep(NamedTuple):
 
     def append_forced_tokens(self, forced: Iterable[tuple[int, tuple[int, ...]]]) -> None:
         """Append forced tokens after the sampled tokens. Entries in `forced` are (index in `sampled`, token IDs)."""
-        for number, token_ids in forced:
-            sequence = self.sampled[number]
+        for index, token_ids in forced:
+            sequence = self.sampled[index]
             assert sequence is not None
             sequence.forced_tokens, sequence.has_forced_tokens = token_ids, True
 
-    def defer_sampling(self, numbers: Iterable[int]) -> None:
+    def defer_sampling(self, indices: Iterable[int]) -> None:
         """Skip sampling for some sequences, given as indices in `sampled`.
 
         A later step recomputes their last token and samples.
         """
-        for number in numbers:
-            sequence = self.sampled[number]
+        for index in indices:
+            sequence = self.sampled[index]
             assert sequence is not None
-            self.sampled[number] = None
+            self.sampled[index] = None
             sequence.num_in_flight -= 1
             if sequence.slot is not None:
                 sequence.num_computed -= 1
@@ -123,7 +123,7 @@ class StepBuilder:
     """Collects the sequences for one step, and the slot and block updates for the workers."""
 
     budget: int  # tokens that can still be added
-    max_chunk: int | None = None  # maximum tokens per sequence
+    max_prefill_chunk_tokens: int | None = None  # maximum tokens per sequence
     can_chunk: bool = True
     sequences: list[Sequence] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)  # tokens per sequence
@@ -170,7 +170,7 @@ class StepBuilder:
         if not self.can_chunk:
             return num_tokens if num_tokens <= self.budget else 0
         available = max(self.budget - reserve, min(self.budget, 1))
-        return min(num_tokens, available, self.max_chunk or self.budget)
+        return min(num_tokens, available, self.max_prefill_chunk_tokens or self.budget)
 
     def reuse_or_build(self, version: int, known: CachedDecodeBatch | None) -> CachedDecodeBatch:
         """Return the decode batch with all sequences added so far. Each sequence must have one token.
@@ -190,11 +190,11 @@ class StepBuilder:
         counts = [self.counts[position] for position in order]
         slots, starts = [sequence.slot for sequence in sequences], [sequence.num_computed for sequence in sequences]
         # One array for all columns: creating a small array costs as much as filling dozens of entries.
-        numbers = np.array([slots, starts, counts, [indices[position] for position in order]], dtype=np.int64)
-        numbers[1] -= numbers[2]
+        columns = np.array([slots, starts, counts, [indices[position] for position in order]], dtype=np.int64)
+        columns[1] -= columns[2]
         flags = [self.samples[position] for position in order], [each in self.scored_prompts for each in sequences]
         samples, scores_prompt = np.array(flags, dtype=np.bool_)
-        return BatchColumns(sequences, numbers[0], numbers[1], numbers[2], samples, scores_prompt, numbers[3])
+        return BatchColumns(sequences, columns[0], columns[1], columns[2], samples, scores_prompt, columns[3])
 
     def build_submitted_step(self, number: int, columns: BatchColumns, now: float) -> SubmittedStep:
         sampled: list[Sequence | None] = [*columns.sequences]

@@ -19,7 +19,7 @@ from lorax_server.kernels.ops import (
     RecordedGraph,
     UnrecordableError,
 )
-from lorax_server.kernels.quantized import BlockMatrix, QuantizedMatrix
+from lorax_server.kernels.quantized import BlockMatrix, QuantizedMatrix, concat_matrices, quantize_blocks
 from lorax_server.kernels.select import select_ops
 
 __all__ = [
@@ -42,5 +42,7 @@ __all__ = [
     "RecordedGraph",
     "StoredMatrix",
     "UnrecordableError",
+    "concat_matrices",
+    "quantize_blocks",
     "select_ops",
 ]

@@ -118,8 +118,8 @@ class Field(IntEnum):
 
     A = 0  # [rank, in]; for embeddings [in, rank], so each token reads one row
     B = 1  # [rank, out]
-    FACTOR = 2  # [out] multiplies the output
-    SHIFT = 3  # [out] added after the factor
+    OUTPUT_SCALE = 2  # [out] multiplies the output
+    OUTPUT_BIAS = 3  # [out] added after the output scale is applied
     ROW_IDS = 4  # [rows] int32, ascending: local token IDs with adapter-specific rows
     ROWS = 5  # [rows, size] the adapter-specific rows
     NEW_ROWS = 6  # [new rows, size] rows for token IDs beyond the base vocabulary
@@ -165,14 +165,14 @@ class _TargetFlags(NamedTuple):
 class LoraBatch(DerivedCache):
     """The adapter of each token in a batch, and the locations of all adapter weights.
 
-    All tensors except `host_table` are on the device. A graph is replayed with other adapters at the same addresses, so
-    captured kernels must not depend on the host fields, which are empty during capture.
+    All tensors except `host_table` are on the device. Graphs are replayed with different adapters at the same
+    addresses, so captured kernels must not depend on the host fields, which are empty during capture.
     """
 
     buffer: torch.Tensor  # [num_elements]
     table: torch.Tensor  # [num_adapters, num_targets, len(Field)]; adapter 0 is the base model, without weights
     scales: torch.Tensor  # [num_adapters, num_targets]
-    widths: torch.Tensor  # [num_targets, 2] numbers of inputs and outputs
+    features: torch.Tensor  # [num_targets, 2]: in_features, out_features
     adapter_indices: torch.Tensor  # [num_tokens] int32; tokens with the same adapter are contiguous
     # --- on the host ---
     host_table: torch.Tensor  # copy of `table`
@@ -207,12 +207,14 @@ class LoraBatch(DerivedCache):
     def copy_derived_from(self, other: "LoraBatch") -> None:
         """Copy the derived adapter values from `other` if both batches use the same set of adapters."""
         if set(self.adapters) == set(other.adapters):
-            self.derived.update((key, other.derived[key]) for key in ("most", "has", "ranks") if key in other.derived)
+            self.derived.update(
+                (key, other.derived[key]) for key in ("field_maxima", "target_flags", "ranks") if key in other.derived
+            )
 
     @property
     def _field_maxima(self) -> npt.NDArray[np.int64]:
         """Return the maximum of each table field over the batch's adapters, `[num_targets, len(Field)]`."""
-        return self.cached("most", lambda: self.host_table.numpy()[sorted({0, *self.adapters})].max(0))
+        return self.cached("field_maxima", lambda: self.host_table.numpy()[sorted({0, *self.adapters})].max(0))
 
     def _find_largest_ranks(self) -> list[int]:
         if self.in_graph:
@@ -222,15 +224,15 @@ class LoraBatch(DerivedCache):
 
     @property
     def _target_flags(self) -> _TargetFlags:
-        return self.cached("has", self._find_target_flags)
+        return self.cached("target_flags", self._find_target_flags)
 
     def _find_target_flags(self) -> _TargetFlags:
         if self.in_graph:
             return _TargetFlags(*([True] * self.table.shape[1] for _ in range(3)))
-        most = self._field_maxima
-        low_rank = most[:, Field.RANK] > 0
-        vectors = (most[:, Field.FACTOR] >= 0) | (most[:, Field.SHIFT] >= 0)
-        rows = (most[:, Field.NUM_ROWS] > 0) | (most[:, Field.NUM_NEW_ROWS] > 0)
+        maxima = self._field_maxima
+        low_rank = maxima[:, Field.RANK] > 0
+        vectors = (maxima[:, Field.OUTPUT_SCALE] >= 0) | (maxima[:, Field.OUTPUT_BIAS] >= 0)
+        rows = (maxima[:, Field.NUM_ROWS] > 0) | (maxima[:, Field.NUM_NEW_ROWS] > 0)
         return _TargetFlags(low_rank.tolist(), vectors.tolist(), rows.tolist())
 
 
@@ -268,6 +270,11 @@ class Ops(Protocol):
     """
 
     # --- capabilities ---
+
+    @property
+    def name(self) -> str:
+        """Return the name of the backend and its instruction set, for the log."""
+        ...
 
     @property
     def records_graphs(self) -> bool:
@@ -349,8 +356,8 @@ class Ops(Protocol):
     ) -> torch.Tensor:
         """Return `x @ weight.T + bias`, with each token's adapter applied.
 
-        An adapter adds the scaled `x @ A.T @ B`, then multiplies by its factor and adds its shift, if present. The
-        targets are adjacent in the output and consecutive in the adapter table.
+        An adapter adds the scaled `x @ A.T @ B`, then multiplies by its output scale and adds its output bias, if
+        present. The targets are adjacent in the output and consecutive in the adapter table.
         """
         ...
 
@@ -370,7 +377,7 @@ class Ops(Protocol):
         ...
 
     def scale_and_shift(self, out: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]) -> None:
-        """Multiply each row of `out`, in place, by its adapter's factor and add the adapter's shift, if present."""
+        """Multiply each row of `out`, in place, by its adapter's output scale and add the adapter's output bias."""
         ...
 
     def look_up_rows(self, weight: torch.Tensor | StoredMatrix, ids: torch.Tensor) -> torch.Tensor:
@@ -383,8 +390,8 @@ class Ops(Protocol):
     def adapt_embedding(self, out: torch.Tensor, ids: torch.Tensor, lora: LoraBatch, target: EmbeddingTarget) -> None:
         """Apply each token's adapter, in place, to the base embedding rows for `ids`.
 
-        The order is: adapter-specific rows replace base rows, LoRA is added, factor and shift are applied, and rows of
-        added tokens replace the result. Rows for tokens on other ranks stay zero.
+        The order is: adapter-specific rows replace base rows, LoRA is added, output scale and output bias are
+        applied, and rows of added tokens replace the result. Rows for tokens on other ranks stay zero.
         """
         ...
 
@@ -400,18 +407,21 @@ class Ops(Protocol):
         ...
 
     def refresh_lora_plan(self, lora: LoraBatch, current: LoraBatch) -> None:
-        """Update the values derived from `lora`, a graph's padded batch, in place for the adapters of `current`."""
+        """Recompute the LoRA plan of a captured graph in place.
+
+        `lora` is the graph's padded batch; `current` is the batch to replay.
+        """
         ...
 
     # --- sampling ---
 
     def choose_greedy(
-        self, logits: torch.Tensor, words: torch.Tensor | None = None, numbers: torch.Tensor | None = None, /
+        self, logits: torch.Tensor, token_masks: torch.Tensor | None = None, mask_indices: torch.Tensor | None = None, /
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the most likely token of each row, [rows], and its log probability, [rows] float32.
 
-        Ties go to the lowest token ID. `words`, [masks, words] int32, are token masks with one bit per token, set if
-        the token is allowed. `numbers`, [rows] int64, is the mask index of each row; negative means no mask.
+        Ties go to the lowest token ID. `token_masks`, [masks, words] int32, have one bit per token, set if the token
+        is allowed. `mask_indices`, [rows] int64, is the mask index of each row; negative means no mask.
         """
         ...
 
@@ -420,8 +430,8 @@ class Ops(Protocol):
         logits: torch.Tensor,
         token_ids: torch.Tensor,
         temperatures: torch.Tensor | None = None,
-        words: torch.Tensor | None = None,
-        numbers: torch.Tensor | None = None,
+        token_masks: torch.Tensor | None = None,
+        mask_indices: torch.Tensor | None = None,
         /,
     ) -> torch.Tensor:
         """Return the log probabilities, [rows, count] float32, of `token_ids`, [rows, count].
@@ -434,8 +444,8 @@ class Ops(Protocol):
         self,
         logits: torch.Tensor,
         count: int,
-        words: torch.Tensor | None = None,
-        numbers: torch.Tensor | None = None,
+        token_masks: torch.Tensor | None = None,
+        mask_indices: torch.Tensor | None = None,
         /,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the `count` highest scores, [rows, count] float32, in descending order, and their token IDs.

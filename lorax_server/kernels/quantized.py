@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
+import torch.nn.functional as F
 
 from lorax_server.kernels.matrix import StoredMatrix
 
@@ -26,6 +27,10 @@ class QuantizedMatrix(StoredMatrix):
     @abstractmethod
     def select_inputs(self, start: int, stop: int) -> Self:
         """Return a copy with the inputs `start` to `stop`. Raise `ValueError` if they split a quantization block."""
+
+    @abstractmethod
+    def pad_rows(self, count: int) -> Self:
+        """Return a copy with `count` added rows of zeros."""
 
     @classmethod
     @abstractmethod
@@ -94,6 +99,11 @@ class BlockMatrix(QuantizedMatrix):
         values, scales = self.values[:, packed].contiguous(), self.scales[:, blocks].contiguous()
         return replace(self, values=values, scales=scales, offsets=offsets)
 
+    def pad_rows(self, count: int) -> Self:
+        values, scales = (F.pad(each, (0, 0, 0, count)) for each in (self.values, self.scales))
+        offsets = None if self.offsets is None else F.pad(self.offsets, (0, 0, 0, count))
+        return replace(self, values=values, scales=scales, offsets=offsets)
+
     @classmethod
     def concat(cls, matrices: Sequence[Self]) -> Self:
         """Return one matrix with all rows. Different types are converted, without loss, to a common type."""
@@ -142,6 +152,15 @@ class BlockMatrix(QuantizedMatrix):
         return torch.zeros_like(self.scales, dtype=torch.float32) if self.offsets is None else self.offsets.float()
 
 
+def concat_matrices(matrices: Sequence[torch.Tensor | QuantizedMatrix]) -> torch.Tensor | QuantizedMatrix:
+    """Return one matrix with all rows. It is quantized if all matrices are quantized."""
+    quantized = [each for each in matrices if isinstance(each, QuantizedMatrix)]
+    if len(quantized) == len(matrices):
+        return type(quantized[0]).concat(quantized)
+    tensors = [each.read() if isinstance(each, QuantizedMatrix) else each for each in matrices]
+    return tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors)
+
+
 def quantize_blocks(weight: torch.Tensor, bits: int, block: int = 32) -> BlockMatrix:
     """Quantize a matrix symmetrically in blocks, as the GGUF types Q8_0 and Q4_0 do. Scales are rounded to float16."""
     outputs, inputs = weight.shape
@@ -154,7 +173,8 @@ def quantize_blocks(weight: torch.Tensor, bits: int, block: int = 32) -> BlockMa
     inverse = torch.where(scales == 0, 0, 1 / scales)
     values = (blocks * inverse[..., None]).view(outputs, inputs)
     if bits == 8:
-        packed = values.round().to(torch.int8)
+        whole = values.trunc()
+        packed = (whole + (2 * (values - whole)).trunc()).to(torch.int8)  # rounds halves away from zero, as GGUF does
     else:
         halves = (values + 8.5).clamp(0, 15).to(torch.uint8).view(outputs, -1, 2, PACKED_INPUTS // 2)
         packed = (halves[:, :, 0] | (halves[:, :, 1] << 4)).view(outputs, inputs // 2)

@@ -27,6 +27,7 @@ from lorax_server.kernels.ops import (
 MAX_SCORE_ELEMENTS = 2**27  # limits the memory for attention scores of long prompts
 
 # The properties of `Ops`.
+name = "reference (torch)"
 records_graphs = False
 has_fast_bfloat16 = False
 max_lora_rank: int | None = None
@@ -180,10 +181,10 @@ def scale_and_shift(out: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTa
     for target in targets:
         for tokens, _, fields in _adapter_segments(lora, target.index):
             local = out[tokens, target.columns]
-            if fields[Field.FACTOR] >= 0:
-                local *= _buffer_matrix(lora, fields[Field.FACTOR], 1, local.shape[1])
-            if fields[Field.SHIFT] >= 0:
-                local += _buffer_matrix(lora, fields[Field.SHIFT], 1, local.shape[1])
+            if fields[Field.OUTPUT_SCALE] >= 0:
+                local *= _buffer_matrix(lora, fields[Field.OUTPUT_SCALE], 1, local.shape[1])
+            if fields[Field.OUTPUT_BIAS] >= 0:
+                local += _buffer_matrix(lora, fields[Field.OUTPUT_BIAS], 1, local.shape[1])
 
 
 def adapt_embedding(out: torch.Tensor, ids: torch.Tensor, lora: LoraBatch, target: EmbeddingTarget) -> None:
@@ -208,7 +209,7 @@ def adapt_embedding(out: torch.Tensor, ids: torch.Tensor, lora: LoraBatch, targe
             out[tokens] += low_rank @ _buffer_matrix(lora, fields[Field.B], rank, width)
     scale_and_shift(out, lora, [LoraTarget(target.index, slice(0, width))])
     for tokens, _, fields in _adapter_segments(lora, target.index) if target.adds_new_rows else ():
-        if count := fields[Field.NUM_NEW_ROWS]:  # factors and shifts do not apply to new rows
+        if count := fields[Field.NUM_NEW_ROWS]:  # output scales and biases do not apply to new rows
             new = (ids[tokens] - target.vocab_size).clamp(0, count - 1)
             rows = _buffer_matrix(lora, fields[Field.NEW_ROWS], count, width)
             out[tokens] = torch.where(ids[tokens, None] >= target.vocab_size, rows[new], out[tokens])
@@ -305,9 +306,9 @@ def layer_norm(
 
 
 def choose_greedy(
-    logits: torch.Tensor, words: torch.Tensor | None = None, numbers: torch.Tensor | None = None
+    logits: torch.Tensor, token_masks: torch.Tensor | None = None, mask_indices: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    scores = _apply_masks(logits, words, numbers)
+    scores = _apply_masks(logits, token_masks, mask_indices)
     token_ids = argmax_scores(scores)
     return token_ids, log_softmax(scores).gather(-1, token_ids[:, None]).squeeze(-1)
 
@@ -316,19 +317,19 @@ def gather_logprobs(
     logits: torch.Tensor,
     token_ids: torch.Tensor,
     temperatures: torch.Tensor | None = None,
-    words: torch.Tensor | None = None,
-    numbers: torch.Tensor | None = None,
+    token_masks: torch.Tensor | None = None,
+    mask_indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    scores = _apply_masks(logits, words, numbers)
+    scores = _apply_masks(logits, token_masks, mask_indices)
     if temperatures is not None:
         scores = scores / temperatures[:, None]
     return log_softmax(scores).gather(-1, token_ids)
 
 
 def top_k_scores(
-    logits: torch.Tensor, count: int, words: torch.Tensor | None = None, numbers: torch.Tensor | None = None
+    logits: torch.Tensor, count: int, token_masks: torch.Tensor | None = None, mask_indices: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    best, token_ids = _apply_masks(logits, words, numbers).topk(count, dim=-1)
+    best, token_ids = _apply_masks(logits, token_masks, mask_indices).topk(count, dim=-1)
     return best, token_ids
 
 
@@ -346,19 +347,21 @@ def log_softmax(scores: torch.Tensor) -> torch.Tensor:
     return shifted.sub_(shifted.exp().sum(-1, keepdim=True, dtype=torch.float64).log_().float())
 
 
-def unpack_masks(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
+def unpack_masks(token_masks: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Return token masks as bool [masks, vocabulary], unpacked from int32 [masks, words], lowest bit first."""
-    if words.is_cpu:
-        flags = np.unpackbits(words.numpy().view(np.uint8), axis=1, bitorder="little", count=vocab_size)
+    if token_masks.is_cpu:
+        flags = np.unpackbits(token_masks.numpy().view(np.uint8), axis=1, bitorder="little", count=vocab_size)
         return torch.from_numpy(flags).view(torch.bool)
-    bits = torch.arange(32, dtype=torch.int32, device=words.device)
-    return ((words[:, :, None] >> bits) & 1).bool().flatten(1)[:, :vocab_size]
+    bits = torch.arange(32, dtype=torch.int32, device=token_masks.device)
+    return ((token_masks[:, :, None] >> bits) & 1).bool().flatten(1)[:, :vocab_size]
 
 
-def _apply_masks(logits: torch.Tensor, words: torch.Tensor | None, numbers: torch.Tensor | None) -> torch.Tensor:
+def _apply_masks(
+    logits: torch.Tensor, token_masks: torch.Tensor | None, mask_indices: torch.Tensor | None
+) -> torch.Tensor:
     scores = logits.detach().float()
-    if words is None or numbers is None:
+    if token_masks is None or mask_indices is None:
         return scores
-    rows = torch.nonzero(numbers >= 0).flatten()
-    allowed = unpack_masks(words[numbers[rows]], logits.shape[-1])
+    rows = torch.nonzero(mask_indices >= 0).flatten()
+    allowed = unpack_masks(token_masks[mask_indices[rows]], logits.shape[-1])
     return scores.index_copy(0, rows, scores[rows].masked_fill(~allowed, -math.inf))

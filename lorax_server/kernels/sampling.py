@@ -28,7 +28,7 @@ class SamplingBatch(NamedTuple):
     entry_ids: torch.Tensor  # int32, token IDs of biases and forbidden tokens
     entry_values: torch.Tensor  # float32
     num_listed_rows: int  # number of rows that return alternatives
-    most: int  # maximum number of alternatives per row
+    max_alternatives: int  # per row
 
 
 class SamplingInputs(NamedTuple):
@@ -43,7 +43,7 @@ class SamplingInputs(NamedTuple):
     prompt_lengths: torch.Tensor | None = None
     tokens: torch.Tensor | None = None  # [rows, tokens]
     mask_rows: torch.Tensor | None = None  # [masks]
-    mask_words: torch.Tensor | None = None  # [masks, words] int32
+    token_masks: torch.Tensor | None = None  # [masks, words] int32
 
 
 class SampledTokens(NamedTuple):
@@ -51,5 +51,5 @@ class SampledTokens(NamedTuple):
 
     token_ids: torch.Tensor  # [rows]
     logprobs: torch.Tensor  # [rows] float32
-    listed_ids: torch.Tensor  # [listed rows, most]
+    listed_ids: torch.Tensor  # [listed rows, max_alternatives]
     listed_logprobs: torch.Tensor

@@ -9,7 +9,7 @@ from lorax_server.kernels.ops import Ops
 
 logger = logging.getLogger(__name__)
 
-AMPERE, HOPPER = 8, 9  # major compute capability of Hopper GPUs
+AMPERE, HOPPER = 8, 9  # major compute capabilities
 
 
 def select_ops(device: torch.device) -> Ops:

@@ -26,7 +26,8 @@ class TensorParallelEmbedding(nn.Module):
         self.ops = weights.ops
         shard = shard_vocab(self.process_group, vocab_size)
         self.start, self.stop = shard.ranges[0]
-        self.weight: torch.Tensor | StoredMatrix = weights.get_sharded(f"{name}.weight", 0, shard, (vocab_size, dim))
+        matrix = weights.get_matrix(f"{name}.weight", shard, unsharded(dim), min_bits=8)
+        self.weight: torch.Tensor | StoredMatrix = matrix
         self.targets: tuple[AdapterTarget, ...] = (
             AdapterTarget(
                 target_name or name,

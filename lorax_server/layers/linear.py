@@ -16,7 +16,7 @@ from torch import nn
 from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.adapters.target import AdapterTarget, TargetKind
 from lorax_server.distributed import Shard, shard_vocab, unsharded, vocab_block
-from lorax_server.kernels import Activation, LoraBatch, LoraTarget
+from lorax_server.kernels import Activation, LoraBatch, LoraTarget, QuantizedMatrix, concat_matrices
 from lorax_server.layers.logits import LogitTransform, replace_row_logits, resize_logits
 from lorax_server.weights import Weights
 
@@ -47,14 +47,12 @@ class TensorParallelMultiAdapterLinear(nn.Module):
         """
         super().__init__()
         matrices, biases = [], []
+        inputs = unsharded(in_features)
         for name, shard in zip(names, outputs, strict=True):
-            if fan_in_fan_out:
-                matrices.append(weights.get_sharded(f"{name}.weight", 1, shard, (in_features, shard.full)).t())
-            else:
-                matrices.append(weights.get_sharded(f"{name}.weight", 0, shard, (shard.full, in_features)))
+            matrices.append(weights.get_matrix(f"{name}.weight", shard, inputs, fan_in_fan_out=fan_in_fan_out))
             if bias:
                 biases.append(weights.get_sharded(f"{name}.bias", 0, shard, (shard.full,)))
-        self.linear = weights.ops.make_linear(torch.cat(matrices).contiguous(), torch.cat(biases) if bias else None)
+        self.linear = weights.ops.make_linear(concat_matrices(matrices), torch.cat(biases) if bias else None)
         stops = accumulate(shard.size for shard in outputs)
         self.targets = tuple(
             self._make_target(name, in_features, shard, slice(stop - shard.size, stop), fan_in_fan_out)
@@ -103,14 +101,12 @@ class TensorParallelAdapterRowLinear(nn.Module):
         argument afterwards.
         """
         super().__init__()
-        if fan_in_fan_out:
-            matrix = weights.get_sharded(f"{name}.weight", 0, inputs, (inputs.full, out_features)).t()
-        else:
-            matrix = weights.get_sharded(f"{name}.weight", 1, inputs, (out_features, inputs.full))
+        outputs = unsharded(out_features)
+        matrix = weights.get_matrix(f"{name}.weight", outputs, inputs, fan_in_fan_out=fan_in_fan_out)
         added = weights.get_tensor(f"{name}.bias", (out_features,)) if bias else None
         is_first_rank = weights.process_group.rank() == 0
-        self.linear = weights.ops.make_linear(matrix.contiguous(), added if is_first_rank else None)
-        outputs, columns = unsharded(out_features), slice(0, out_features)
+        self.linear = weights.ops.make_linear(concat_matrices([matrix]), added if is_first_rank else None)
+        columns = slice(0, out_features)
         shape = (inputs.full, out_features) if fan_in_fan_out else None
         scale_target = (f"{name}:input", 0) if scales_input else input_scale_target
         target = AdapterTarget(
@@ -139,7 +135,7 @@ class MultiAdapterHead(nn.Module):
 
     def __init__(
         self,
-        matrix: torch.Tensor,
+        matrix: torch.Tensor | QuantizedMatrix,
         target_name: str,
         vocab_size: int,
         weights: Weights,
@@ -155,7 +151,10 @@ class MultiAdapterHead(nn.Module):
         shard = shard_vocab(weights.process_group, vocab_size)
         padding = vocab_block(weights.process_group, vocab_size) - shard.size
         filled = None if bias is None else F.pad(bias, (0, padding))
-        self.linear = weights.ops.make_linear(F.pad(matrix, (0, 0, 0, padding)) if padding else matrix, filled)
+        padded = matrix
+        if padding:
+            padded = F.pad(matrix, (0, 0, 0, padding)) if isinstance(matrix, torch.Tensor) else matrix.pad_rows(padding)
+        self.linear = weights.ops.make_linear(padded, filled)
         inputs, columns = unsharded(matrix.shape[1]), slice(0, shard.size)
         # Embedding and head count as tied if they share one matrix object, which may be stored in panels.
         weight = self.linear.weight[columns] if not is_tied else matrix if padding else self.linear.weight
@@ -176,8 +175,8 @@ class MultiAdapterHead(nn.Module):
         bias: torch.Tensor | None = None,
     ) -> Self:
         shard = shard_vocab(weights.process_group, vocab_size)
-        matrix = weights.get_sharded(f"{name}.weight", 0, shard, (vocab_size, in_features)).contiguous()
-        return cls(matrix, target_name or name, vocab_size, weights, bias=bias, is_tied=False)
+        matrix = weights.get_matrix(f"{name}.weight", shard, unsharded(in_features), min_bits=8)
+        return cls(concat_matrices([matrix]), target_name or name, vocab_size, weights, bias=bias, is_tied=False)
 
     def forward(
         self, x: torch.Tensor, adapter_data: AdapterBatchData | None = None

@@ -66,9 +66,9 @@ class PaddedBatch:
         _check_ids(requests)
         rows = [torch.tensor(ids, dtype=torch.long) for ids in prompts]
         lengths = [len(row) for row in rows]
-        width, room = max(lengths), max(stop.remaining_tokens for stop in stops)
+        width, num_future_tokens = max(lengths), max(stop.remaining_tokens for stop in stops)
         input_ids = pad_sequence(rows, batch_first=True, padding_value=pad_token_id, padding_side="left")
-        mask = torch.zeros(len(rows), width + room, dtype=torch.long)
+        mask = torch.zeros(len(rows), width + num_future_tokens, dtype=torch.long)
         mask[:, :width] = torch.arange(width) >= width - torch.tensor(lengths)[:, None]
         positions = (mask[:, :width].cumsum(-1) - 1).masked_fill(mask[:, :width] == 0, 1)
         return cls(
@@ -82,7 +82,7 @@ class PaddedBatch:
             next_token_choosers=choosers,
             stopping_criterias=stops,
             max_input_length=width,
-            padding_right_offset=room,
+            padding_right_offset=num_future_tokens,
             **more,
         )
 
@@ -97,16 +97,16 @@ class PaddedBatch:
         for name in self.per_row:
             setattr(self, name, [getattr(self, name)[row] for row in rows])
         index = torch.tensor(rows, device=self.input_ids.device)
-        width, room = max(self.input_lengths), self._count_future_tokens()
+        width, num_future_tokens = max(self.input_lengths), self._count_future_tokens()
         end = self.attention_mask.shape[1] - self.padding_right_offset
         columns = slice(-width, None) if self.past_key_values is None else slice(None)
         self.input_ids = self.input_ids[index, columns]
         self.position_ids = self.position_ids[index, columns]
-        self.attention_mask = self.attention_mask[index, end - width : end + room]
+        self.attention_mask = self.attention_mask[index, end - width : end + num_future_tokens]
         caches = self.past_key_values or []
         for layer, cache in enumerate(caches):  # layer by layer, to keep only one layer's copy in memory
             caches[layer] = select_rows(cache, rows, width - 1)
-        self.max_input_length, self.padding_right_offset = width, room
+        self.max_input_length, self.padding_right_offset = width, num_future_tokens
         return self
 
     @classmethod
@@ -115,8 +115,8 @@ class PaddedBatch:
         """Merge batches into one. Each batch must have run its first step, and is unusable afterwards."""
         requests = _check_joinable(batches)
         width = max(batch.max_input_length for batch in batches)
-        room = max(batch.padding_right_offset for batch in batches)
-        mask = batches[0].attention_mask.new_zeros(len(requests), width + room)
+        num_future_tokens = max(batch.padding_right_offset for batch in batches)
+        mask = batches[0].attention_mask.new_zeros(len(requests), width + num_future_tokens)
         row = 0
         for batch in batches:
             end = batch.attention_mask.shape[1] - batch.padding_right_offset
@@ -130,7 +130,7 @@ class PaddedBatch:
             position_ids=torch.cat([batch.position_ids for batch in batches]),
             past_key_values=_join_layers(batches, width - 1),
             max_input_length=width,
-            padding_right_offset=room,
+            padding_right_offset=num_future_tokens,
             **lists,
             **more,
         )

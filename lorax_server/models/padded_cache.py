@@ -67,8 +67,8 @@ def select_rows(cache: LayerCache, rows: Sequence[int], length: int) -> Growable
 def join_rows(caches: Sequence[LayerCache], length: int, num_new: int = 0) -> GrowableCache:
     """Return the rows of several caches, right-aligned in new buffers with at least `num_new` free columns."""
     num_rows, row = sum(len(keys) for keys, _ in caches), 0
-    room = num_new + max(MIN_SPARE_COLUMNS, length // 8)
-    keys, values = (like.new_empty(num_rows, like.shape[1], length + room, like.shape[3]) for like in caches[0])
+    num_spare = num_new + max(MIN_SPARE_COLUMNS, length // 8)
+    keys, values = (like.new_empty(num_rows, like.shape[1], length + num_spare, like.shape[3]) for like in caches[0])
     for cache in caches:
         stop = row + len(cache[0])
         for buffer, tensor in zip((keys, values), cache, strict=True):

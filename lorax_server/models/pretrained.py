@@ -189,6 +189,6 @@ def _unsupported_state_error(model_id: str, model_type: str, why: str) -> Unsupp
     )
 
 
-def _abbreviate(names: Any, most: int = 5) -> str:
+def _abbreviate(names: Any, max_names: int = 5) -> str:
     names = sorted(names)
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    return ", ".join(names[:max_names]) + (f" and {len(names) - max_names} more" if len(names) > max_names else "")

@@ -3,9 +3,7 @@
 import gc
 import json
 import logging
-from difflib import get_close_matches
 from importlib import import_module
-from string import ascii_lowercase
 from typing import Any
 
 import torch
@@ -13,49 +11,16 @@ import torch
 from lorax_server.config import DTYPES, ModelConfig
 from lorax_server.distributed import FakeGroup, ProcessGroup
 from lorax_server.errors import ConfigError, UnsupportedModelError
-from lorax_server.files.names import MODEL_CONFIG_FILE
+from lorax_server.files.names import GGUF_FILES_FILE, MODEL_CONFIG_FILE
 from lorax_server.kernels import Ops, select_ops
 from lorax_server.kernels.device import is_host
+from lorax_server.model_types import MODELS, find_similar_types
 from lorax_server.models.config_cache import read_config
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.weights import LoadProgress, Weights, estimate_bytes, open_weights
 
 logger = logging.getLogger(__name__)
 
-MODELS = {
-    "arcee": "flash_arcee_modeling.FlashArceeForCausalLM",
-    "bloom": "flash_bloom_modeling.FlashBloomForCausalLM",
-    "cohere": "flash_cohere_modeling.FlashCohereForCausalLM",
-    "cohere2": "flash_cohere2_modeling.FlashCohere2ForCausalLM",
-    "exaone4": "flash_exaone4_modeling.FlashExaone4ForCausalLM",
-    "falcon": "flash_falcon_modeling.FlashFalconForCausalLM",
-    "gemma": "flash_gemma_modeling.FlashGemmaForCausalLM",
-    "gemma2": "flash_gemma2_modeling.FlashGemma2ForCausalLM",
-    "gemma3_text": "flash_gemma3_modeling.FlashGemma3ForCausalLM",
-    "glm": "flash_glm_modeling.FlashGLMForCausalLM",
-    "glm4": "flash_glm4_modeling.FlashGLM4ForCausalLM",
-    "gpt2": "flash_gpt2_modeling.FlashGPT2ForCausalLM",
-    "gpt_bigcode": "flash_gpt_bigcode_modeling.FlashGPTBigCodeForCausalLM",
-    "gpt_neox": "flash_neox_modeling.FlashGPTNeoXForCausalLM",
-    "gptj": "flash_gptj_modeling.FlashGPTJForCausalLM",
-    "granite": "flash_granite_modeling.FlashGraniteForCausalLM",
-    "llama": "flash_llama_modeling.FlashLlamaForCausalLM",
-    "mistral": "flash_mistral_modeling.FlashMistralForCausalLM",
-    "mpt": "flash_mpt_modeling.FlashMPTForCausalLM",
-    "nemotron": "flash_nemotron_modeling.FlashNemotronForCausalLM",
-    "olmo2": "flash_olmo2_modeling.FlashOLMo2ForCausalLM",
-    "opt": "flash_opt_modeling.FlashOPTForCausalLM",
-    "phi": "flash_phi_modeling.FlashPhiForCausalLM",
-    "phi3": "flash_phi3_modeling.FlashPhi3ForCausalLM",
-    "qwen2": "flash_qwen2_modeling.FlashQwen2ForCausalLM",
-    "qwen3": "flash_qwen3_modeling.FlashQwen3ForCausalLM",
-    "smollm3": "flash_smollm3_modeling.FlashSmolLM3ForCausalLM",
-    "stablelm": "flash_stablelm_modeling.FlashStableLMForCausalLM",
-    "starcoder2": "flash_starcoder2_modeling.FlashStarCoder2ForCausalLM",
-}
-
-# Maps a model type to a config field. Models that set this field run in padded batches.
-PADDED_ONLY_FIELDS = {"falcon": "alibi"}
 DEFAULT_MAX_POSITIONS = 2**17  # default for models without a position limit
 
 POSITIVE_INT_FIELDS = (
@@ -82,7 +47,8 @@ def get_model(
     device = torch.device(settings.device)
     ops, process_group = ops or select_ops(device), process_group or FakeGroup()
     dtype = _choose_dtype(settings, config, ops)
-    needed = estimate_bytes(settings.path, dtype) // process_group.size()
+    bits = settings.weight_bits
+    needed = estimate_bytes(settings.path, dtype, device, bits) // process_group.size()
     free = needed if is_host(device) else _get_free_bytes(device)
     if needed > free:
         raise _weights_memory_error(device, needed, free)
@@ -94,8 +60,12 @@ def get_model(
             process_group=process_group,
             ops=ops,
             progress=LoadProgress(needed),
+            quantize_bits=bits,
         ) as weights:
-            return build_model(config, weights)
+            model = build_model(config, weights)
+            weights.check_all_used()
+            model.weight_format = weights.quantized_format
+            return model
     except torch.OutOfMemoryError as error:
         raise _weights_memory_error(device, needed, free) from error
 
@@ -118,14 +88,6 @@ def find_model_class(model_type: Any) -> type[Any]:
     module, name = MODELS[model_type].rsplit(".", 1)
     model_class: type[Any] = getattr(import_module(f"lorax_server.models.custom_modeling.{module}"), name)
     return model_class
-
-
-def find_similar_types(model_type: str) -> list[str]:
-    """Return supported model types with names similar to `model_type`, which is unsupported."""
-    name = model_type.lower()
-    stem = name[: len(name) - len(name.lstrip(ascii_lowercase))]
-    same = [known for known in sorted(MODELS) if stem and known.startswith(stem)]
-    return list(dict.fromkeys([*same, *get_close_matches(name, sorted(MODELS))]))
 
 
 def _read_model_type(settings: ModelConfig) -> str:
@@ -172,10 +134,13 @@ def _check_config(config: Any) -> None:
 def _choose_dtype(settings: ModelConfig, config: Any, ops: Ops) -> torch.dtype:
     """Return the model's dtype, and log the reason for this choice."""
     stored = str(getattr(config, "dtype", None) or torch.float16).removeprefix("torch.")
+    is_quantized = settings.weight_bits is not None or (settings.path / GGUF_FILES_FILE).is_file()
     if settings.dtype is not None:
         name, reason = settings.dtype, "requested"
     elif settings.device != "cpu":
         name, reason = stored, "checkpoint dtype"
+    elif is_quantized:
+        name, reason = "float32", "default for GGUF files and quantized weights"
     elif stored == "bfloat16" and ops.has_fast_bfloat16:
         name, reason = stored, "checkpoint dtype, fast on this CPU (AMX); use --dtype float32 for exact results"
     else:

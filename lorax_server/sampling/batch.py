@@ -66,26 +66,26 @@ class TokenMasks(NamedTuple):
     """Token masks for some rows. Forbidden tokens get a score of -inf. Raw log probabilities ignore masks."""
 
     rows: torch.Tensor  # [masked rows] int64, unique
-    words: torch.Tensor  # [masked rows, words] int32: one bit per token, lowest bit first; 1 means allowed
+    masks: torch.Tensor  # [masked rows, words] int32: one bit per token, lowest bit first; 1 means allowed
 
     def allowed(self, vocab_size: int) -> torch.Tensor:
         """Return the masks as a bool tensor, `[masked rows, vocabulary]`."""
-        return unpack_masks(self.words, vocab_size)
+        return unpack_masks(self.masks, vocab_size)
 
     def to_op_args(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the mask words, and each row's mask index `[num_rows]`, which is -1 for rows without a mask."""
-        numbers = torch.full((num_rows,), -1, device=self.rows.device)
-        numbers[self.rows] = torch.arange(len(self.rows), device=self.rows.device)
-        return self.words, numbers
+        """Return the masks, and each row's mask index `[num_rows]`, which is -1 for rows without a mask."""
+        mask_indices = torch.full((num_rows,), -1, device=self.rows.device)
+        mask_indices[self.rows] = torch.arange(len(self.rows), device=self.rows.device)
+        return self.masks, mask_indices
 
     def select(self, rows: torch.Tensor, num_rows: int) -> "TokenMasks":
         """Return the masks of `rows`, renumbered from 0. The batch has `num_rows` rows."""
-        numbers = torch.arange(len(rows), device=rows.device)
+        new_rows = torch.arange(len(rows), device=rows.device)
         mask_indices = torch.full((num_rows,), len(rows), device=rows.device)  # unselected rows map to an extra row
-        mask_indices[rows] = numbers
-        words = self.words.new_full((len(rows) + 1, self.words.shape[1]), -1)
-        words[mask_indices[self.rows]] = self.words
-        return TokenMasks(numbers, words[:-1])
+        mask_indices[rows] = new_rows
+        masks = self.masks.new_full((len(rows) + 1, self.masks.shape[1]), -1)
+        masks[mask_indices[self.rows]] = self.masks
+        return TokenMasks(new_rows, masks[:-1])
 
 
 class Sampled(NamedTuple):

@@ -146,8 +146,8 @@ class GeneralSampler:
     def _find_alternatives(self, scores: torch.Tensor, logprobs: torch.Tensor) -> TopTokens | None:
         if self._with_alternatives is None:
             return None
-        most = min(max(self._num_alternatives.values()), self._vocab_size)
-        best = make_sortable(scores[self._with_alternatives.rows]).topk(most, dim=-1).indices
+        max_alternatives = min(max(self._num_alternatives.values()), self._vocab_size)
+        best = make_sortable(scores[self._with_alternatives.rows]).topk(max_alternatives, dim=-1).indices
         return TopTokens(self._num_alternatives, best, logprobs[self._with_alternatives.rows].gather(-1, best))
 
     # --- Parameter groups ---------------------------------------------------------------------------------------------

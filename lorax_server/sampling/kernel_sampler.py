@@ -56,8 +56,8 @@ def _pack(sampling: SequenceSampling) -> _PackedParams:
 
 def can_sample(sequence_sampling: Sequence[SequenceSampling], vocab_size: int) -> bool:
     """Return True if the vocabulary size and the number of alternatives are within the kernel's limits."""
-    most = max((sampling.params.num_alternatives for sampling in sequence_sampling), default=0)
-    return vocab_size <= MAX_VOCAB and min(most, vocab_size) <= MAX_ALTERNATIVES
+    max_alternatives = max((sampling.params.num_alternatives for sampling in sequence_sampling), default=0)
+    return vocab_size <= MAX_VOCAB and min(max_alternatives, vocab_size) <= MAX_ALTERNATIVES
 
 
 class KernelSampler:
@@ -87,8 +87,8 @@ class KernelSampler:
                 row["listed"] = len(self._num_alternatives)
             if sampling.params.num_alternatives:
                 self._num_alternatives[number] = sampling.params.num_alternatives
-        most = min(max(self._num_alternatives.values(), default=0), vocab_size)
-        self._batch = self._send(table, len(self._num_alternatives), most, torch.device(device))
+        max_alternatives = min(max(self._num_alternatives.values(), default=0), vocab_size)
+        self._batch = self._send(table, len(self._num_alternatives), max_alternatives, torch.device(device))
         self.needs_tokens = any(each.needs_tokens for each in packed)
 
     def __call__(self, logits: torch.Tensor, history: History | None, masks: TokenMasks | None = None) -> Sampled:
@@ -99,7 +99,7 @@ class KernelSampler:
             tokens = history.token_ids.long() if self.needs_tokens and history.token_ids is not None else None
             inputs = inputs._replace(lengths=lengths, prompt_lengths=prompt_lengths, tokens=tokens)
         if masks is not None:
-            inputs = inputs._replace(mask_rows=masks.rows, mask_words=masks.words)
+            inputs = inputs._replace(mask_rows=masks.rows, token_masks=masks.masks)
         chosen = self._sample_tokens(self._batch, inputs)
         if not self._num_alternatives:
             return Sampled(chosen.token_ids, chosen.logprobs, None)
@@ -117,7 +117,9 @@ class KernelSampler:
         self._entries += entries
         return start, len(self._entries)
 
-    def _send(self, table: npt.NDArray[Any], num_listed_rows: int, most: int, device: torch.device) -> SamplingBatch:
+    def _send(
+        self, table: npt.NDArray[Any], num_listed_rows: int, max_alternatives: int, device: torch.device
+    ) -> SamplingBatch:
         upload = BatchedUpload(table.nbytes // 8 + len(table) + 2 * len(self._entries) + 4, device)
         batch = SamplingBatch(
             upload.add(table.view(np.int64), torch.int64),
@@ -125,7 +127,7 @@ class KernelSampler:
             upload.add([token for token, _ in self._entries], torch.int32),
             upload.add([value for _, value in self._entries], torch.float32),
             num_listed_rows,
-            most,
+            max_alternatives,
         )
         upload.send()
         return batch

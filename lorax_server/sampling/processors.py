@@ -28,9 +28,9 @@ def apply_temperature(scores: torch.Tensor, temperature: torch.Tensor) -> torch.
     return scores.div_(temperature[:, None])
 
 
-def keep_top_k(scores: torch.Tensor, k: torch.Tensor, most: int) -> torch.Tensor:
-    """Keep the k best tokens, and tokens with the same score as the k-th. `most` is the largest k in the batch."""
-    worst_kept = scores.topk(most, dim=-1).values.gather(-1, k[:, None] - 1)
+def keep_top_k(scores: torch.Tensor, k: torch.Tensor, max_k: int) -> torch.Tensor:
+    """Keep the k best tokens, and tokens with the same score as the k-th. `max_k` is the largest k in the batch."""
+    worst_kept = scores.topk(max_k, dim=-1).values.gather(-1, k[:, None] - 1)
     return scores.masked_fill_(scores < worst_kept, NEG_INF)
 
 

@@ -21,7 +21,7 @@ NUM_CANDIDATES = 256  # candidates per row; finding twice as many takes 50% long
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
-_Masks = tuple[torch.Tensor, torch.Tensor] | tuple[()]  # mask words and the mask index of each row
+_Masks = tuple[torch.Tensor, torch.Tensor] | tuple[()]  # token masks and the mask index of each row
 
 
 class _Candidates(NamedTuple):
@@ -94,8 +94,8 @@ class TopKSampler:
 
     def _filter(self, candidates: _Candidates, totals: Floats) -> Bools:
         """Return a bool array `[rows, candidates]` that is True for candidates that top-k, top-p and min-p keep."""
-        numbers = np.arange(len(candidates.scores))
-        worst = candidates.scores[numbers, np.minimum(self._top_k, self._num_candidates) - 1]
+        row_indices = np.arange(len(candidates.scores))
+        worst = candidates.scores[row_indices, np.minimum(self._top_k, self._num_candidates) - 1]
         kept: Bools = (candidates.scores >= worst[:, None]) | ~self._uses_k[:, None]
         if self._uses_p.any():
             weights = candidates.weights * kept
@@ -127,7 +127,7 @@ class TopKSampler:
 
     def _draw(self, candidates: _Candidates, kept: Bools, history: History) -> tuple[Ints, npt.NDArray[np.float32]]:
         """Sample by inverse transform in vocabulary order. Return token IDs and log probabilities, both `[rows]`."""
-        numbers = np.arange(len(kept))
+        row_indices = np.arange(len(kept))
         width = int(np.flatnonzero(kept.any(0)).max(initial=0)) + 1
         token_ids = np.where(kept, candidates.token_ids, self._vocab_size)[:, :width]
         order = token_ids.argsort(-1)
@@ -135,8 +135,8 @@ class TopKSampler:
         summed = weights.cumsum(-1)
         shares = self._uniforms.at((history.lengths - history.prompt_lengths).numpy()) * summed[:, -1]
         candidate_indices = np.minimum((summed <= shares[:, None]).sum(-1), np.maximum(kept.sum(-1), 1) - 1)
-        chosen = token_ids[numbers, order[numbers, candidate_indices]]
-        return chosen, np.log(weights[numbers, candidate_indices] / summed[:, -1]).astype(np.float32)
+        chosen = token_ids[row_indices, order[row_indices, candidate_indices]]
+        return chosen, np.log(weights[row_indices, candidate_indices] / summed[:, -1]).astype(np.float32)
 
     def _set_raw_logprobs(self, logits: torch.Tensor, token_ids: Ints, logprobs: npt.NDArray[np.float32]) -> None:
         if len(self._raw):

@@ -38,9 +38,9 @@ def _products(previous: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
     return hashes * _hash(previous * HASH_KEY)[:, None]
 
 
-def _hash(numbers: torch.Tensor) -> torch.Tensor:
+def _hash(values: torch.Tensor) -> torch.Tensor:
     """Return odd int32 hashes of the lowest 32 bits of int64 values."""
-    x = numbers.to(torch.int32)
+    x = values.to(torch.int32)
     x = (x ^ _shift(x, 16)) * _MIX_1
     x = (x ^ _shift(x, 15)) * _MIX_2
     return (x ^ _shift(x, 16)) | 1

@@ -60,7 +60,7 @@ class Sandbox:
                 raise BusyError(STOPPING)
             if task.max_pending is not None and self._num_pending[key] >= task.max_pending:
                 raise OverloadedError(
-                    f"this client already has {task.max_pending} queued tasks; retry later", RETRY_AFTER_S
+                    f"this client already has {task.max_pending} pending tasks; retry later", RETRY_AFTER_S
                 )
             if self._num_idle <= self._num_queued and len(self._threads) < self._num_workers:
                 self._start_thread()  # before the job is queued, because this may raise

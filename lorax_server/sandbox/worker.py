@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from lorax_server.process_tuning import set_process_title
 from lorax_server.sandbox.task import MAX_ERROR_CHARACTERS, SandboxTask, TaskError
 
 LENGTH = struct.Struct(">Q")
@@ -95,8 +96,8 @@ def _call(function: Callable[..., bytes], args: Sequence[Any]) -> bytes:
 def _limit_memory(num_bytes: int) -> None:
     """Limit the heap memory of this process. RLIMIT_AS would also count libraries, which take gigabytes with torch."""
     with suppress(ValueError, OSError):  # some systems do not support this limit
-        _, most = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, most))
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, hard_limit))
 
 
 def _used_bytes(field: str) -> int:
@@ -118,6 +119,7 @@ def _die_with_parent() -> None:
 def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     _die_with_parent()
+    set_process_title("sandbox")
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for module in sys.argv[2:]:

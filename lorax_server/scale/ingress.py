@@ -7,7 +7,7 @@ import re
 import socket
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import cached_property
 from typing import Any
 from urllib.parse import unquote
@@ -55,7 +55,8 @@ MAX_BUFFERED_BYTES = 2**30
 PROBES = ("/", "/health", "/ping", "/startup")
 # Adapter errors that are retried on another replica, which may have the adapter or a token for it.
 ADAPTER_STATUS = 424
-ADAPTER_CODES = (b'"model_not_found"', b'"model_access_denied"')  # OpenAI error codes with status 404 and 403
+# OpenAI error codes with status 404, 403 and 400.
+ADAPTER_CODES = (b'"model_not_found"', b'"model_access_denied"', b'"invalid_adapter"')
 TOKEN_NOTE = (
     b"only the replica that responded has used api_token, and no replica stores it; the other replicas need a token of "
     b"their own: in requests for the adapter, or HF_TOKEN and --use-global-hf-token on each machine"
@@ -77,10 +78,7 @@ EVENT_END = b"\n\n"
 CONNECT_TIMEOUT_S = 5.0
 # TCP keep-alive detects replicas whose machine lost power. All values are seconds, except the number of probes
 # (KEEPCNT) and TCP_USER_TIMEOUT (milliseconds). Not every system supports every option.
-KEEP_ALIVE_SECONDS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
-KEEP_ALIVE_OPTIONS = {
-    getattr(socket, name): value for name, value in KEEP_ALIVE_SECONDS.items() if hasattr(socket, name)
-}
+KEEP_ALIVE_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
 DISCONNECT_ERRORS = (aiohttp.ClientError, OSError)  # raised if a replica disconnects before the end of its response
 
 
@@ -147,7 +145,8 @@ class Ingress:
         """Forward a request to a replica. Retry on another replica if the first one disconnects before it responds, or
         cannot serve the adapter."""
         path = _raw_path(request)
-        if path == "/metrics" and request.method == "GET" and not _accepts_json(request):
+        accepts_json = "application/json" in request.headers.get("accept", "")
+        if path == "/metrics" and request.method == "GET" and not accepts_json:
             headers = [(b"content-type", Metrics.content_type.encode())]
             await _send_response(send, 200, headers, (await self._merge_metrics(request)).encode())
             return
@@ -164,15 +163,16 @@ class Ingress:
                     await asyncio.sleep(RETRY_DELAY_S)
                 try:
                     async with self._forward(selection.replica_metadata["address"], request, body) as response:
-                        headers = _select_headers(response)
-                        content = b"" if response.content_type == EVENT_STREAM else await response.read()
+                        headers = [
+                            each for each in response.raw_headers if each[0].decode().lower() not in NOT_RETURNED
+                        ]
+                        events = _read_events(response, path) if response.content_type == EVENT_STREAM else None
+                        # The response starts after the first event: until then, it can be retried on another replica.
+                        content = await response.read() if events is None else await anext(events, b"")
                         if tried or not _should_try_another_replica(response.status, content, key):
                             if change := response.headers.get(CHANGE_HEADER):
                                 headers += await self._record_change(body, change, replica)
-                            if response.content_type == EVENT_STREAM:
-                                await _send_stream(send, response, headers, path)
-                            else:
-                                await _send_response(send, response.status, headers, content)
+                            await _send_response(send, response.status, headers, content, events)
                             return
                         rejection = response.status, headers, content
                 except DISCONNECT_ERRORS as error:
@@ -212,14 +212,15 @@ class Ingress:
     @asynccontextmanager
     async def _choose(self, key: RoutingKey, tried: Sequence[str], path: str) -> AsyncIterator[Any]:
         """Yield the chosen replica. The request counts in Ray's queue length while the context is open."""
-        async with AsyncExitStack() as stack:
-            try:
-                async with asyncio.timeout(PROBE_CHOOSE_TIMEOUT_S if path in PROBES else CHOOSE_TIMEOUT_S):
-                    selection = await stack.enter_async_context(self._servers.choose_replica(tuple(key), list(tried)))
-            except (TimeoutError, RayServeException, ray.exceptions.RayError) as error:
-                reason = "timeout" if isinstance(error, TimeoutError) else type(error).__name__
-                raise EngineError(f"no replica is available: {reason}", retry_after_s=1.0) from error
-            yield selection
+        timeout_s = PROBE_CHOOSE_TIMEOUT_S if path in PROBES else CHOOSE_TIMEOUT_S
+        choosing = self._servers.choose_replica(tuple(key), list(tried))
+        try:
+            async with asyncio.timeout(timeout_s) as timer, choosing as selection:
+                timer.reschedule(None)
+                yield selection
+        except (TimeoutError, RayServeException, ray.exceptions.RayError) as error:
+            reason = "timeout" if isinstance(error, TimeoutError) else type(error).__name__
+            raise EngineError(f"no replica is available: {reason}", retry_after_s=1.0) from error
 
     # --- Registry -------------------------------------------------------------------------------------------------
 
@@ -261,8 +262,9 @@ def _make_socket(address: tuple[Any, ...]) -> socket.socket:
     family, kind, protocol, *_ = address
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in KEEP_ALIVE_OPTIONS.items():
-        made.setsockopt(socket.IPPROTO_TCP, option, value)
+    for name, value in KEEP_ALIVE_OPTIONS.items():
+        if hasattr(socket, name):
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return made
 
 
@@ -274,31 +276,11 @@ def _raw_path(request: Request) -> str:
     return path
 
 
-def _accepts_json(request: Request) -> bool:
-    return "application/json" in request.headers.get("accept", "")
-
-
-def _select_headers(response: aiohttp.ClientResponse) -> Headers:
-    return [(name, value) for name, value in response.raw_headers if name.decode().lower() not in NOT_RETURNED]
-
-
 def _should_try_another_replica(status: int, body: bytes, key: RoutingKey) -> bool:
     """Return True if another replica may be able to serve a failed request."""
-    if status in (403, 404):
+    if status in (400, 403, 404):
         return bool(key.adapter) and any(code in body for code in ADAPTER_CODES)
     return status == 503 or (bool(key.adapter) and status == ADAPTER_STATUS)
-
-
-async def _send_stream(send: Send, response: aiohttp.ClientResponse, headers: Headers, path: str) -> None:
-    """Send events to the client. The response starts after the first event, so that a retry on another replica is
-    possible until then."""
-    events = _read_events(response, path)
-    first = await anext(events, b"")
-    await send({"type": "http.response.start", "status": response.status, "headers": headers})
-    await _send_chunk(send, first)
-    async for part in events:
-        await _send_chunk(send, part)
-    await _send_chunk(send, b"", more_body=False)
 
 
 async def _read_events(response: aiohttp.ClientResponse, path: str) -> AsyncIterator[bytes]:
@@ -317,13 +299,17 @@ async def _read_events(response: aiohttp.ClientResponse, path: str) -> AsyncIter
         yield encode_event(make_error_response(error, path).body(path))
 
 
-async def _send_response(send: Send, status: int, headers: Headers, body: bytes) -> None:
+async def _send_response(
+    send: Send, status: int, headers: Headers, body: bytes, more: AsyncIterator[bytes] | None = None
+) -> None:
+    """Send a response whose body is `body`, followed by the chunks in `more`."""
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await _send_chunk(send, body, more_body=False)
-
-
-async def _send_chunk(send: Send, body: bytes, more_body: bool = True) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": more_body})
+    if more is not None:
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        async for chunk in more:
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        body = b""
+    await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 # --- Metrics --------------------------------------------------------------------------------------------------------

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple
 
-# A replica is overloaded above RATIO * mean load + EXTRA_REQUESTS. The limit is higher for cold adapters, because
-# loading an adapter elsewhere may take longer than a few more requests in a batch.
-HOT_LOAD_RATIO, HOT_EXTRA_REQUESTS = 1.05, 2
-COLD_LOAD_RATIO, COLD_EXTRA_REQUESTS = 1.15, 6
-HOT_LOAD_SHARE = 0.1  # an adapter is hot if it causes more than this share of one replica's mean load
-COPIES_PER_FILLED_REPLICA = 4  # copies of a hot adapter, per replica that its requests would fill
+# A replica is overloaded above RATIO * mean load + EXTRA_REQUESTS. The limit is higher for unpopular adapters,
+# because loading an adapter elsewhere may take longer than a few more requests in a batch.
+POPULAR_LOAD_RATIO, POPULAR_EXTRA_REQUESTS = 1.05, 2
+UNPOPULAR_LOAD_RATIO, UNPOPULAR_EXTRA_REQUESTS = 1.15, 6
+POPULAR_LOAD_SHARE = 0.1  # popular adapters cause at least this share of one replica's mean load
+COPIES_PER_FILLED_REPLICA = 4  # copies of a popular adapter, per replica that its requests would fill
 WINDOW_REQUESTS = 20_000  # requests over which adapter shares are measured
 SENT_EXPIRY_S = 3.0  # when the replica's report should include the adapter of a request
 MASK = 2**64 - 1
@@ -87,7 +87,7 @@ class AdapterShares:
             self._total = sum(self._counts.values())
 
     def of(self, adapter: int) -> float:
-        return self._counts.get(adapter, 0.0) / self._total if self._total > 1 / HOT_LOAD_SHARE else 0.0
+        return self._counts.get(adapter, 0.0) / self._total if self._total > 1 / POPULAR_LOAD_SHARE else 0.0
 
 
 class ReplicaChooser:
@@ -129,8 +129,8 @@ class ReplicaChooser:
         view.device.add(key.adapter)
         return view.name
 
-    def is_hot(self, adapter: int) -> bool:
-        return self._replicas_filled(adapter) >= HOT_LOAD_SHARE
+    def is_popular(self, adapter: int) -> bool:
+        return self._replicas_filled(adapter) >= POPULAR_LOAD_SHARE
 
     def rank(self, adapter: int) -> list[str]:
         """Return all replica names in order of preference for an adapter."""
@@ -143,16 +143,16 @@ class ReplicaChooser:
     def _choose_by_adapter(self, key: RoutingKey, candidates: list[ReplicaView], mean: float) -> ReplicaView:
         adapter = key.adapter
         holders = [view for view in candidates if adapter in view.device]
-        bound = mean * HOT_LOAD_RATIO + HOT_EXTRA_REQUESTS
-        if self.is_hot(adapter):
-            if all(view.load > HOT_EXTRA_REQUESTS for view in holders):
+        bound = mean * POPULAR_LOAD_RATIO + POPULAR_EXTRA_REQUESTS
+        if self.is_popular(adapter):
+            if all(view.load > POPULAR_EXTRA_REQUESTS for view in holders):
                 copies = _rank(candidates, adapter)[
                     : math.ceil(self._replicas_filled(adapter) * COPIES_PER_FILLED_REPLICA)
                 ]
                 holders += [view for view in copies if view not in holders and adapter not in view.report.broken]
             holders, holder_bound = _sort_by_load(holders, key.prefix), bound
         else:
-            holders, holder_bound = _rank(holders, adapter), mean * COLD_LOAD_RATIO + COLD_EXTRA_REQUESTS
+            holders, holder_bound = _rank(holders, adapter), mean * UNPOPULAR_LOAD_RATIO + UNPOPULAR_EXTRA_REQUESTS
         for view in holders:
             if view.load <= holder_bound:
                 return view
@@ -171,12 +171,12 @@ def _sort_by_load(views: list[ReplicaView], prefix: int) -> list[ReplicaView]:
     if not prefix or not views:
         return sorted(views, key=lambda view: view.load)
     least = min(view.load for view in views)
-    return sorted(views, key=lambda view: (max(0, view.load - least - HOT_EXTRA_REQUESTS), -view.score(prefix)))
+    return sorted(views, key=lambda view: (max(0, view.load - least - POPULAR_EXTRA_REQUESTS), -view.score(prefix)))
 
 
 def _choose_by_prefix(prefix: int, candidates: list[ReplicaView], mean: float) -> ReplicaView:
     """Return a replica by prompt prefix, for prefix cache hits. Short prompts go to the least loaded replica."""
     if not prefix:
         return min(candidates, key=lambda view: view.load)
-    bound = mean * HOT_LOAD_RATIO + HOT_EXTRA_REQUESTS
+    bound = mean * POPULAR_LOAD_RATIO + POPULAR_EXTRA_REQUESTS
     return max(candidates, key=lambda view: (view.load <= bound, view.score(prefix)))

@@ -19,11 +19,11 @@ from lorax_server.cli.settings import ParsedSettings, parse
 from lorax_server.config import ServerConfig, Settings, setting
 from lorax_server.errors import ConfigError
 from lorax_server.scale.ingress import Ingress
-from lorax_server.scale.ray_router import AdapterRouter, RandomRouter
+from lorax_server.scale.ray_router import AdapterRouter
 from lorax_server.scale.replica import ServerReplica
 from lorax_server.scale.server_process import ServerOptions
+from lorax_server.server.access.model_names import list_base_names
 
-ROUTERS: Mapping[str, type | None] = {"adapters": AdapterRouter, "ray": None, "random": RandomRouter}
 REPORT_INTERVAL_S = 1.0  # between routing reports
 REPORTS_PER_LOOK_BACK = 3  # autoscaling reports per averaging period
 HEALTH_CHECK_INTERVAL_S = 5.0
@@ -45,7 +45,6 @@ class ScaleConfig(Settings):
     ingresses: int = setting(1, "number of ingress processes")
     cpus: float = setting(1.0, "CPUs per replica", at_least=0)
     gpus: float | None = setting(None, "GPUs per replica", none="--num-shard if the cluster has GPUs", at_least=0)
-    router: str = setting("adapters", "request router", choices=tuple(ROUTERS))
     host: str = setting("", "address that replicas listen on", none="the machine address")
 
     def __post_init__(self) -> None:
@@ -85,17 +84,17 @@ def build_application(scale: ScaleConfig, options: ServerOptions) -> serve.Appli
         max_ongoing_requests=UNLIMITED_REQUESTS,
         ray_actor_options={"num_cpus": 0},
     )
-    names = [config.model_id, *config.served_names]
+    names = [config.model_id, *list_base_names(config.model_id, config.served_names)]
     return ingress.bind(servers, scale.name, names, config.max_body_bytes, config.body_timeout_s)
 
 
 def _make_server_deployment(scale: ScaleConfig, parsed: ParsedSettings, config: ServerConfig) -> serve.Deployment:
-    router = {"request_router_class": ROUTERS[scale.router]} if ROUTERS[scale.router] else {}
+    router = RequestRouterConfig(request_router_class=AdapterRouter, request_routing_stats_period_s=REPORT_INTERVAL_S)
     servers = serve.deployment(ServerReplica).options(
         name="servers",
         max_ongoing_requests=UNLIMITED_REQUESTS,
         ray_actor_options={"num_cpus": scale.cpus, "num_gpus": _count_gpus(scale, parsed)},
-        request_router_config=RequestRouterConfig(request_routing_stats_period_s=REPORT_INTERVAL_S, **router),
+        request_router_config=router,
         graceful_shutdown_timeout_s=config.drain_s,
         health_check_period_s=HEALTH_CHECK_INTERVAL_S,
     )

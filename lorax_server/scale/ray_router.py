@@ -1,6 +1,5 @@
-"""Ray Serve request routers."""
+"""The Ray Serve request router."""
 
-import random
 import time
 from typing import Any
 
@@ -50,17 +49,6 @@ class AdapterRouter(RequestRouter):  # type: ignore[misc] # Ray is untyped
             name for name, view in views if not view.report.is_draining and name not in (chosen, *failed_replicas)
         ]
         return [[by_name[chosen]], [by_name[name] for name in others]]
-
-
-class RandomRouter(RequestRouter):  # type: ignore[misc] # Ray is untyped
-    """Routes requests to random replicas, as a baseline for benchmarks."""
-
-    async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
-    ) -> list[list[RunningReplica]]:
-        if pending_request is not None:
-            pending_request.routing_context.should_backoff = True
-        return [[replica] for replica in random.sample(candidate_replicas, len(candidate_replicas))]
 
 
 def pack_report(names: dict[str, list[str]], capacity: int | None, is_draining: bool) -> dict[str, Any]:

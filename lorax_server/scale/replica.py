@@ -65,7 +65,10 @@ class ServerReplica:
         return pack_report(state["names"], capacity, state["is_draining"])
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return waiting requests and running tokens, for `ray_app.QueueAndTokenPolicy`."""
+        """Return the number of waiting requests and the number of tokens in running sequences.
+
+        `ray_app.QueueAndTokenPolicy` uses both.
+        """
         state = await self._server.read_state()
         return {"waiting": state["waiting"], "tokens": state["tokens"]}
 

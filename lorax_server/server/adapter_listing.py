@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
+from pydantic import BaseModel, ConfigDict, Field
+
 from lorax_server.server.access.keys import HUB, Key
 from lorax_server.server.access.model_names import AdapterKey, ModelNames
 from lorax_server.server.adapter_name_index import IN_MEMORY_STAGES, MERGE_SOURCE
@@ -23,11 +25,26 @@ NAME_CURSOR, HASH_CURSOR = "name:", "hash:"
 CURSOR_PATTERN = f"^({NAME_CURSOR}|{HASH_CURSOR})"  # valid prefixes of `after`
 
 
-class PageQuery(NamedTuple):
-    limit: int = MAX_PAGE_SIZE
-    after: str = NAME_CURSOR
-    search: str = ""
-    also: Sequence[str] = ()
+class PageQuery(BaseModel):
+    """Query parameters of `/v1/adapters`."""
+
+    model_config = ConfigDict(frozen=True)
+
+    limit: int = Field(
+        default=MAX_PAGE_SIZE, ge=1, le=MAX_PAGE_SIZE, description="Maximum number of adapters per page."
+    )
+    after: str = Field(
+        default=NAME_CURSOR,
+        max_length=MAX_QUERY_CHARACTERS,
+        pattern=CURSOR_PATTERN,
+        description="`next` from the previous page; omit it for the first page.",
+    )
+    search: str = Field(
+        default="", max_length=MAX_QUERY_CHARACTERS, description="Only adapters whose name contains this text."
+    )
+    also: list[str] = Field(
+        default=[], max_length=MAX_ALSO_NAMES, description="Names of additional adapters to include on the first page."
+    )
 
 
 class _Entry(NamedTuple):
@@ -40,7 +57,8 @@ class _Entry(NamedTuple):
 async def list_page(service: Service, key: Key, query: PageQuery = PageQuery()) -> dict[str, Any]:  # noqa: B008 - frozen
     """Return one page of adapters as a response body."""
     entries = [] if query.after.startswith(HASH_CURSOR) else await _list_by_name(service, key, query)
-    if key.is_admin and len(entries) <= query.limit:
+    is_admin = key.is_admin or service.allows_local_admin
+    if is_admin and len(entries) <= query.limit:
         entries += _list_unlisted(service, query, query.limit + 1 - len(entries))
     page = entries[: query.limit]
     following = _make_cursor(page[-1], entries[query.limit]) if len(entries) > query.limit else None
@@ -110,7 +128,7 @@ def _list_also(service: Service, key: Key, also: Sequence[str], page: Sequence[_
         selection = names.select_adapter(adapter_id, None)
         (name,), (allowed,) = selection.adapter_keys, selection.access_keys
         is_listed, is_on_page = selection.label in names.adapters, selection.label in aliases or name in others
-        is_hidden = index.is_private(name) and not (is_listed or key.is_admin)
+        is_hidden = index.is_private(name) and not (is_listed or key.is_admin or service.allows_local_admin)
         if not (is_on_page or is_hidden) and key.may_use(*allowed, names.default_source, name.source == HUB):
             entries[selection.label] = _Entry(selection.label, name, index.latest_identity(name), is_listed)
     return list(entries.values())

@@ -25,10 +25,8 @@ from lorax_server.server.service import Service
 from lorax_server.text.tokenizer import TextTokenizer
 from lorax_server.types import AdapterRef, Resolved
 
-LOCAL_SOURCE, FETCHED_TIER = (
-    "local",
-    "fetched",
-)  # LOCAL_SOURCE needs no fetch; FETCHED_TIER marks an adapter fetched by this request
+LOCAL_SOURCE = "local"  # needs no fetch
+FETCHED_TIER = "fetched"  # the adapter was fetched by this request
 TRANSIENT_ERRORS = (SourceError, OverloadedError, EngineError)  # a retry may succeed
 MAX_LABEL_CHARACTERS = 256  # labels of merged adapters are truncated to this length
 
@@ -50,7 +48,7 @@ class AdapterLookup:
         self._path = path
 
     async def resolve(self, selection: ModelSelection) -> Resolved:
-        """Return the selected adapter, merged if there are several. Raise if the caller may not use it."""
+        """Return the selected adapter, or a merge that is added to the index. Raise if the caller may not use it."""
         if not selection.refs:
             self._key.check_may_use_base()
             return Resolved("")
@@ -62,9 +60,8 @@ class AdapterLookup:
                 authorized_ref, adapter = await self._resolve_one(ref)
             except AdapterNotFoundError as error:
                 is_folder = ref.source == LOCAL_SOURCE and self._path.startswith(OPENAI_PREFIX)
-                unknown = (
-                    make_unknown_model_error(allowed.name) if is_folder else error
-                )  # OpenAI routes do not reveal folder paths
+                # OpenAI routes do not reveal folder paths.
+                unknown = make_unknown_model_error(allowed.name) if is_folder else error
                 raise await self.add_suggestions(unknown, allowed.name, selection.requested_source) from None
             refs.append(authorized_ref)
             adapters.append(adapter)
@@ -74,9 +71,8 @@ class AdapterLookup:
         self._service.adapter_index.add(
             merged.identity, AdapterKey(MERGE_SOURCE, selection.label[:MAX_LABEL_CHARACTERS])
         )
-        is_fetched = any(
-            adapter.tier == FETCHED_TIER for adapter in adapters
-        )  # not `merged.tier`, because the merge finds all adapters in memory
+        # Not `merged.tier`, because the merge finds all adapters in memory.
+        is_fetched = any(adapter.tier == FETCHED_TIER for adapter in adapters)
         return merged._replace(tier=FETCHED_TIER) if is_fetched else merged
 
     async def check_may_use(self, name: AdapterKey, has_revisions: bool, source: str | None) -> None:

@@ -2,21 +2,20 @@
 
 import asyncio
 from collections.abc import Sequence
-from functools import partial
+from functools import cache
 from http import HTTPStatus
-from threading import Lock
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from lorax_server import __version__
 from lorax_server.errors import LoraxError
-from lorax_server.server.http.cors import JsonCorsMiddleware
 from lorax_server.server.http.error_responses import (
     ErrorResponse,
     json_response,
@@ -54,7 +53,7 @@ def make_app(service: Service, address: str = "") -> FastAPI:
     _add_openapi(app, service)
     _add_handlers(app, routes)
     app.add_middleware(RequestMiddleware, routes=routes, service=service, address=address)
-    app.add_middleware(JsonCorsMiddleware, **vars(service.config.cors))
+    app.add_middleware(CORSMiddleware, **vars(service.config.cors))
     if service.config.replica_secret:
         app.add_middleware(
             ReplicaAccess, secret=service.config.replica_secret, control=replica.make_control_app(service)
@@ -64,26 +63,23 @@ def make_app(service: Service, address: str = "") -> FastAPI:
 
 def _add_openapi(app: FastAPI, service: Service) -> None:
     """Add the OpenAPI routes. A thread generates the document on first use, because it takes almost a second."""
-    lock = Lock()
-    app.openapi = partial(_make_openapi, app, service, lock)  # type: ignore[method-assign]
+    lock = asyncio.Lock()
+
+    @cache
+    def make_openapi() -> dict[str, Any]:
+        document = FastAPI.openapi(app)
+        describe_limits(document, service)
+        return document
 
     async def get_openapi(_: Request) -> Response:
-        return json_response(await asyncio.to_thread(app.openapi))
+        async with lock:
+            return json_response(await asyncio.to_thread(make_openapi))
 
+    app.openapi = make_openapi  # type: ignore[method-assign]
     # FastAPI's route would generate the document on the event loop.
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) != OPENAPI_PATH]
     for path in (OPENAPI_PATH, "/openapi.json"):
         app.add_route(path, get_openapi, include_in_schema=False)
-
-
-def _make_openapi(app: FastAPI, service: Service, lock: Lock) -> dict[str, Any]:
-    with lock:
-        if app.openapi_schema is None:
-            document = FastAPI.openapi(app)
-            app.openapi_schema = None  # reset until the document is complete
-            describe_limits(document, service)
-            app.openapi_schema = document
-        return app.openapi_schema
 
 
 def _add_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
@@ -118,7 +114,7 @@ def _add_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
 
 
 def _reject(request: Request, error_response: ErrorResponse) -> Response:
-    """Return the error response for a request without a `RequestContext`. `RequestMiddleware` logs the error."""
+    """Return the error response for a request without a `RequestContext`, and store the error for the log."""
     request.state.error_response = error_response
     return error_response.to_response(request.url.path)
 

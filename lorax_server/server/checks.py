@@ -36,8 +36,8 @@ def check_no_surrogates(text: str) -> None:
 
 
 def check_stop_strings(stops: Sequence[str], config: ServerConfig) -> None:
-    most = config.max_stop_sequences
-    check(len(stops) <= most, f"`stop` supports up to {most} stop sequences. Given: {len(stops)}")
+    limit = config.max_stop_sequences
+    check(len(stops) <= limit, f"`stop` supports up to {limit} stop sequences. Given: {len(stops)}")
     longest = max(map(len, stops), default=0)
     check(
         longest <= MAX_STOP_CHARACTERS,

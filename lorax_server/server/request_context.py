@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 CLIENT_DISCONNECTED_STATUS = 499  # for the log only
 BEARER_PREFIX = "bearer "
 SAFE_HEADER_CHARACTERS = "/@:,.-_ +"  # these characters are not percent-encoded in headers
+LONG_REQUEST_S = 180.0  # requests that run longer are logged once
 MAX_INLINE_TOKENS = 2000  # including alternatives; encoding fewer tokens is faster than a thread switch
 
 
@@ -91,6 +92,7 @@ class RequestContext:
         self._started_at = time.monotonic()
         self._permit: Permit | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._long_timer = asyncio.get_running_loop().call_later(LONG_REQUEST_S, self._log_long_request)
         self._stopped: asyncio.Future[LoraxError] = asyncio.get_running_loop().create_future()
         self._num_characters = 0
         self._adapter_tier = ""  # tier of the adapter when the request arrived
@@ -125,15 +127,13 @@ class RequestContext:
         return Response(status_code=CLIENT_DISCONNECTED_STATUS) if response is None else response
 
     async def _run_handler(self, handler: RouteHandler) -> Response | None:
-        """Return the handler's response, or None if the client disconnected."""
+        """Start the request timeout, and return the handler's response, or None if the client disconnected."""
         self.timeout_s = resolve_timeout(self.timeout_s, self._http_request.headers.get(TIMEOUT_HEADER))
         if self.timeout_s is not None:
             timeout_error = DeadlineError(f"the request timed out after {self.timeout_s:g} s")
             self._timer = asyncio.get_running_loop().call_later(self.timeout_s, self.stop, timeout_error)
-        handling, disconnecting = (
-            asyncio.create_task(handler(self)),
-            asyncio.create_task(wait_for_disconnect(self._http_request.receive)),
-        )
+        handling = asyncio.create_task(handler(self))
+        disconnecting = asyncio.create_task(wait_for_disconnect(self._http_request.receive))
         try:
             await asyncio.wait((handling, disconnecting, self._stopped), return_when=asyncio.FIRST_COMPLETED)
             if handling.done():
@@ -152,6 +152,14 @@ class RequestContext:
             self._stopped.set_result(error)
         for generation in self.generations:
             generation.stop(error)
+
+    def _log_long_request(self) -> None:
+        logger.warning(
+            "request %s is still running after %g s and has %d tokens; set a token limit in the request, or use "
+            "--request-timeout-s",
+            *(self.record.request_id, LONG_REQUEST_S),
+            sum(len(generation.completion.token_ids) for generation in self.generations),
+        )
 
     @property
     def tenant(self) -> str:
@@ -185,14 +193,17 @@ class RequestContext:
         return AdapterLookup(self.service, self.key, bearer or None, self.path)
 
     async def resolve(self, selection: ModelSelection) -> ResolvedModel:
-        """Return the selected adapter and its tokenizer. Raise if the caller may not use the model."""
+        """Return the selected adapter and its tokenizer, and record the adapter. Raise if the caller may not use it."""
         adapter = await self.lookup.resolve(selection)
         self.record.identity, self._adapter_tier = adapter.identity, adapter.tier
         self._is_stale = adapter.stale is not None
         return ResolvedModel(adapter, await self.service.tokenizers.find(adapter))
 
     async def prepare(self, model: ResolvedModel, prompt: Prompt, options: RequestOptions) -> list[RemoteGeneration]:
-        """Return a generation for each completion of a prompt. Generations are not submitted to the engine yet."""
+        """Create and return a generation for each completion of a prompt, without submitting it to the engine.
+
+        Token counts are added to the request record.
+        """
         service, record = self.service, self.record
         if isinstance(prompt, str):
             self._num_characters += len(prompt)
@@ -311,6 +322,7 @@ class RequestContext:
     def _finish(self, is_disconnected: bool) -> None:
         """Release the request's resources and record its outcome in metrics, traces and the log."""
         self.service.running.discard(self)
+        self._long_timer.cancel()
         if self._timer is not None:
             self._timer.cancel()
         record = self.record
@@ -334,15 +346,13 @@ class RequestContext:
             record.text = "\n".join(generation.text for generation in generations)
         record.cached_tokens = count_cached_tokens(generations)
         for generation in generations:
-            started, submitted_at, first_output_at = (
-                generation.started,
-                generation.submitted_at,
-                generation.first_output_at,
-            )
+            started, submitted_at = generation.started, generation.submitted_at
+            first_output_at = generation.first_output_at
             if started is not None and submitted_at is not None and first_output_at is not None:
                 record.queue_s, record.adapter_s = started.queue_s, started.adapter_s
-                record.first_token_s = max(0.0, first_output_at - submitted_at - started.queue_s)
-                record.inference_s = max(0.0, time.monotonic() - submitted_at - started.queue_s)
+                first_step_at = submitted_at + started.queue_s
+                record.first_token_s = max(0.0, first_output_at - first_step_at)
+                record.inference_s = max(0.0, time.monotonic() - first_step_at)
                 return
 
     # --- Headers ------------------------------------------------------------------------------------------------------
@@ -396,6 +406,18 @@ class RequestContext:
         }
         values = {name: int(value * 1000) for name, value in milliseconds.items()} | counts
         return self.stream_headers() | {name: str(value) for name, value in values.items()}
+
+
+# --- Limits -----------------------------------------------------------------------------------------------------------
+
+
+def constrain(service: Service, options: RequestOptions, structure: Structure | None) -> RequestOptions:
+    """Return the options with a grammar. If the request sets no token limit, set the limit for structured output."""
+    stop = options.stop
+    if structure is not None and options.may_clamp_max_new_tokens:
+        limit = min(stop.max_new_tokens, service.config.default_structured_tokens)
+        stop = replace(stop, max_new_tokens=max(limit, stop.min_new_tokens))
+    return replace(options, structure=structure, stop=stop)
 
 
 # --- Prompts ----------------------------------------------------------------------------------------------------------

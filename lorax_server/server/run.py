@@ -26,7 +26,7 @@ PROGRESS_LOG_INTERVAL_S = 15.0
 
 
 def run(config: ServerConfig, engine: RemoteEngine, keys: KeyRing) -> int:
-    """Run the server until a signal stops it, and return the exit code.
+    """Run the server until a signal stops it. Return the exit code: 2 for a configuration error, 1 for other errors.
 
     The port is bound before the model is loaded, so a port conflict fails early. The socket does not listen until the
     server is ready, so health probes fail until then.
@@ -37,8 +37,8 @@ def run(config: ServerConfig, engine: RemoteEngine, keys: KeyRing) -> int:
         with bind_port(config) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(config, engine, keys, listener))
     except LoraxError as error:
-        logger.error("%s", error)
-        return 1
+        logger.error("%s", " ".join(str(error).split()))
+        return 2 if isinstance(error, ConfigError) else 1
 
 
 async def _serve(config: ServerConfig, engine: RemoteEngine, keys: KeyRing, listener: socket.socket) -> int:

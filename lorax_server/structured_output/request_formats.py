@@ -1,18 +1,24 @@
 """Read the output format of a request from OpenAI's, LoRAX's and vLLM's fields."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from lorax_server.errors import InputError, NotSupportedError
 from lorax_server.structured_output.grammars import from_choices, from_grammar, from_json_schema, from_regex
 from lorax_server.types import Structure
 
-READERS = {"json": from_json_schema, "regex": from_regex, "choice": from_choices, "grammar": from_grammar}
+READERS: Mapping[str, Callable[[Any], Structure]] = {
+    "json": from_json_schema,
+    "regex": from_regex,
+    "choice": from_choices,
+    "grammar": from_grammar,
+}
 GUIDED = {f"guided_{kind}": kind for kind in READERS}
 FIELDS = ("response_format", "structured_outputs", *GUIDED)
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 # vLLM settings that would change which text matches.
-UNSUPPORTED = ("structural_tag", "whitespace_pattern", "disable_any_whitespace", "disable_additional_properties")
+UNSUPPORTED = ("structural_tag", "disable_any_whitespace", "disable_additional_properties")
 
 
 def read_structure(fields: Mapping[str, Any]) -> Structure | None:
@@ -24,9 +30,9 @@ def read_structure(fields: Mapping[str, Any]) -> Structure | None:
     if len(formats) > 1:
         names = " and ".join(f"`{name}`" for name, _, _ in formats)
         raise InputError(f"{names} set two formats for one completion; set only one")
-    for name, kind, value in formats:
+    for name, read, value in formats:
         try:
-            return READERS[kind](value)
+            return read(value)
         except NotSupportedError:
             raise
         except InputError as error:
@@ -34,22 +40,25 @@ def read_structure(fields: Mapping[str, Any]) -> Structure | None:
     return None
 
 
-def _list_formats(fields: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """List the field name, kind and value of each format that is set."""
+def _list_formats(fields: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[Any], Structure], Any]]:
+    """List the field name, reader and value of each format that is set."""
     response_format = fields.get("response_format")
     if response_format is not None and (schema := _find_schema(response_format)) is not None:
-        yield "response_format", "json", schema
-    for kind, value in (fields.get("structured_outputs") or {}).items():
+        yield "response_format", from_json_schema, schema
+    options = fields.get("structured_outputs") or {}
+    whitespace = options.get("whitespace_pattern")
+    read_json = from_json_schema if whitespace is None else partial(from_json_schema, whitespace=whitespace)
+    for kind, value in options.items():
         name = f"structured_outputs.{kind}"
         if kind in READERS and value is not None:
-            yield name, kind, value
+            yield name, read_json if kind == "json" else READERS[kind], value
         elif kind == "json_object" and value:
-            yield name, "json", ANY_OBJECT
+            yield name, read_json, ANY_OBJECT
         elif kind in UNSUPPORTED and value:
             raise NotSupportedError(f"`{name}` is not supported")
     for name, kind in GUIDED.items():
         if (value := fields.get(name)) is not None:
-            yield name, kind, value
+            yield name, READERS[kind], value
 
 
 def _find_schema(response_format: Mapping[str, Any]) -> Any:
@@ -59,13 +68,15 @@ def _find_schema(response_format: Mapping[str, Any]) -> Any:
     """
     kind = response_format.get("type")
     if not isinstance(kind, str):
-        raise InputError("`response_format` needs a `type`: text, json_object or json_schema")
+        raise InputError(
+            f"`response_format.type` must be 'text', 'json_object' or 'json_schema' (got {type(kind).__name__})"
+        )
     name = kind[:32].lower().replace("_", "")
     if name == "text":
         return None
     if name not in ("jsonobject", "jsonschema"):
         raise NotSupportedError(
-            f"`response_format` {kind[:32]!r} is not known here; there are text, json_object and json_schema"
+            f"`response_format.type` must be 'text', 'json_object' or 'json_schema' (got {kind[:32]!r})"
         )
     schema, nested = response_format.get("schema"), response_format.get("json_schema")
     if name == "jsonschema" and nested is not None:
@@ -73,5 +84,5 @@ def _find_schema(response_format: Mapping[str, Any]) -> Any:
             raise InputError("`response_format.json_schema` must be an object with a `name` and a `schema`")
         schema = nested.get("schema")
     if isinstance(schema, str):
-        raise InputError("`response_format`: a JSON schema is an object (got str)")
+        raise InputError("`response_format`: the JSON schema must be an object (got str)")
     return ANY_OBJECT if schema is None else schema

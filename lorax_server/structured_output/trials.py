@@ -23,7 +23,7 @@ TRIAL = SandboxTask(
     niceness=10,  # forward passes have priority
     max_pending=16,
 )
-MAX_REMEMBERED = 4096  # grammars
+MAX_CACHED_OUTCOMES = 4096  # grammars
 REJECTED_TTL_S = 60.0
 
 _Outcome = int | str  # size of the compiled grammar in bytes, or the reason why it is rejected
@@ -36,7 +36,7 @@ class GrammarTrials:
         self._sandbox = sandbox
         self._task = task
         self._lock = threading.RLock()  # guards the fields below; reentrant, as callbacks may run within `submit`
-        self._outcomes: TLRUCache[str, _Outcome] = TLRUCache(MAX_REMEMBERED, _find_expiry)  # by digest
+        self._outcomes: TLRUCache[str, _Outcome] = TLRUCache(MAX_CACHED_OUTCOMES, _find_expiry)  # by digest
         self._running: dict[tuple[str, str], Future[bytes]] = {}  # by digest and tenant
 
     def submit(self, structure: Structure, table: TokenTable, tenant: str = "") -> "Future[Structure]":

@@ -23,7 +23,7 @@ SLICES = (
     *(f"{_CHARACTER}{{1,{length}}}" for length in (3, 6, 10, 16, 30)),
     f"{_CHARACTER}+",
 )
-MAX_VOCABULARIES = 8  # adapter vocabularies in the cache; one with 129k tokens takes 60 MB
+MAX_VOCABULARIES = 8  # adapter vocabularies in the cache; one with 129k tokens takes about 66 MB
 MAX_TENANT_VOCABULARIES = 2  # adapter vocabularies that one tenant uses at the same time
 RETRY_S = 60.0  # seconds until a failed build is tried again
 
@@ -73,14 +73,14 @@ class Vocabulary:
         return Vocabulary.from_table(table, self.encode if is_extension else None)
 
     def make_masks(self, count: int) -> TokenMask:
-        """Return `count` empty masks with a bit for each token and for the end-of-text token."""
+        """Return `count` all-zero masks: one bit per token ID, plus one extra bit for end of text."""
         return np.zeros((count, self.mask_bytes // 4), np.int32)
 
     def pop_ends(self, masks: TokenMask) -> npt.NDArray[np.bool_]:
-        """Clear the end-of-text bit in each mask. Return the cleared bits."""
+        """Clear the end-of-text bit and all later bits in each mask. Return the end-of-text bits."""
         word, bit = divmod(self.num_ids, 32)
         last = masks[:, word].astype(np.uint32)
-        masks[:, word] = (last & np.uint32((1 << bit) - 1)).astype(np.int32)  # also clears bits beyond the vocabulary
+        masks[:, word] = (last & np.uint32((1 << bit) - 1)).astype(np.int32)
         return (last >> np.uint32(bit) & np.uint32(1)).astype(np.bool_)
 
     def _encode(self, text: str) -> list[int]:
@@ -185,8 +185,8 @@ class VocabularyCache:
         count = sum(tenant in entry.tenants.values() for digest, entry in self._entries.items() if digest)
         if tenant and count >= MAX_TENANT_VOCABULARIES:  # a script has no tenant
             raise OverloadedError(
-                f"structured output is running for {count} adapters with tokenizers of their own, the most for one "
-                "client; retry later",
+                f"this client already uses structured output with {count} custom-tokenizer adapters (limit "
+                f"{MAX_TENANT_VOCABULARIES}); retry later",
                 1.0,
             )
 
@@ -197,7 +197,8 @@ class VocabularyCache:
         idle = next((digest for digest in adapters if not self._entries[digest].tenants), None)
         if idle is None:
             raise BusyError(
-                f"structured output is running for {len(adapters)} adapters with tokenizers of their own; retry later"
+                f"structured output is already in use with {len(adapters)} custom-tokenizer adapters (limit "
+                f"{MAX_VOCABULARIES}); retry later"
             )
         del self._entries[idle]
         return idle

@@ -53,8 +53,8 @@ class AdapterTokenizers:
         self._base_folder = base_folder
         self._sandbox = sandbox
         self._lock = threading.Lock()  # guards the fields below
-        self._light: LRUCache[FolderKey, TextTokenizer] = LRUCache(MAX_SHARED_TOKENIZERS)
-        self._heavy: LRUCache[FolderKey, TextTokenizer] = LRUCache(MAX_OWN_TOKENIZERS)
+        self._shared: LRUCache[FolderKey, TextTokenizer] = LRUCache(MAX_SHARED_TOKENIZERS)
+        self._own: LRUCache[FolderKey, TextTokenizer] = LRUCache(MAX_OWN_TOKENIZERS)
         self._failures: TTLCache[FolderKey, str] = TTLCache(MAX_FAILURES, FAILURE_TTL_S, timer=clock)
 
     def find(self, adapter: Resolved) -> TextTokenizer:
@@ -67,7 +67,7 @@ class AdapterTokenizers:
     def get_cached(self, files: TokenizerFolder) -> TextTokenizer | None:
         """Return the cached tokenizer, or None if it is not cached. Raise AdapterError for a cached failure."""
         with self._lock:
-            tokenizer = self._light.get(files.key) or self._heavy.get(files.key)
+            tokenizer = self._shared.get(files.key) or self._own.get(files.key)
             failure = self._failures.get(files.key)
         if tokenizer is None and failure is not None:
             raise AdapterError(failure)
@@ -92,7 +92,7 @@ class AdapterTokenizers:
         size = sum(map(len, tokenizer.chat_templates.values()))
         shares = tokenizer.shares_vocabulary(self._base) and size <= MAX_SHARED_TEMPLATE_CHARACTERS
         with self._lock:
-            (self._light if tokenizer is self._base or shares else self._heavy)[files.key] = tokenizer
+            (self._shared if tokenizer is self._base or shares else self._own)[files.key] = tokenizer
         return tokenizer
 
     @contextmanager

@@ -57,10 +57,6 @@ class TemplateRenderer:
         self, template: ChatTemplate, messages: list[dict[str, Any]], tenant: str = "", /, **variables: Any
     ) -> str:
         """Return the rendered prompt. `variables` are passed to the template, for example `tools`."""
-        if not messages:
-            raise TemplateError("a chat needs at least one message")
-        if not all(isinstance(message, dict) for message in messages):
-            raise TemplateError("a message must be an object with a role and a content")
         values = {**template.special_tokens, **variables}
         args = (template.source, messages, values, self._max_characters)
         if not self._reject_s:

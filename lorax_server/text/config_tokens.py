@@ -5,7 +5,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-USUAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+STANDARD_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -42,8 +42,8 @@ def read_added_tokens(config: Mapping[str, Any]) -> dict[int, AddedToken]:
 
 
 def _read_named(config: Mapping[str, Any]) -> dict[str, str | AddedToken]:
-    named = {name: config[name] for name in USUAL_NAMES if config.get(name) is not None}
-    own = {key: value for key, value in config.items() if key.endswith("_token") and key not in USUAL_NAMES}
+    named = {name: config[name] for name in STANDARD_TOKEN_NAMES if config.get(name) is not None}
+    own = {key: value for key, value in config.items() if key.endswith("_token") and key not in STANDARD_TOKEN_NAMES}
     for kind in (dict, str):  # new tokens get their ids in this order
         named |= {key: value for key, value in own.items() if isinstance(value, kind)}
     extra = config.get("extra_special_tokens")

@@ -13,9 +13,9 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 MAX_COMPOSED_CHARACTERS = 4  # characters that NFC composes into one, for example U+1F82
 COMPOSED = ("NFC", "NFKC")
-KEEPING_NORMALIZERS = ("Prepend", "ByteLevel")
-KEEPING_SPLITTERS = ("ByteLevel", "Digits", "Metaspace")
-KEEPING_PROCESSORS = ("ByteLevel", "RobertaProcessing", "BertProcessing")
+LENGTH_PRESERVING_NORMALIZERS = ("Prepend", "ByteLevel")
+LENGTH_PRESERVING_SPLITTERS = ("ByteLevel", "Digits", "Metaspace")
+LENGTH_PRESERVING_PROCESSORS = ("ByteLevel", "RobertaProcessing", "BertProcessing")
 BYTE_LEVEL = "ByteLevel"
 
 
@@ -28,13 +28,13 @@ def max_token_characters(backend: Tokenizer) -> int | None:
             shrinkage *= MAX_COMPOSED_CHARACTERS
         elif not _keeps_length(step):
             return None
-    is_sure = (
+    is_bounded = (
         all(map(_keeps_all, splitters))
         and all(map(_keeps_text, _steps(backend.post_processor)))
         and not any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
         and _knows_every_byte(backend.model, any(step["type"] == BYTE_LEVEL for step in (*normalizers, *splitters)))
     )
-    return shrinkage * max(map(len, backend.get_vocab()), default=1) if is_sure else None
+    return shrinkage * max(map(len, backend.get_vocab()), default=1) if is_bounded else None
 
 
 def _steps(component: Any) -> Iterator[dict[str, Any]]:
@@ -55,19 +55,19 @@ def _keeps_length(step: dict[str, Any]) -> bool:
     if step["type"] == "Replace":
         replaced = step["pattern"].get("String")
         return replaced is not None and len(replaced) <= len(step["content"])
-    return step["type"] in KEEPING_NORMALIZERS
+    return step["type"] in LENGTH_PRESERVING_NORMALIZERS
 
 
 def _keeps_all(step: dict[str, Any]) -> bool:
     """Return True if a pre-tokenizer keeps all characters."""
-    return step["type"] in KEEPING_SPLITTERS or (step["type"] == "Split" and step["behavior"] != "Removed")
+    return step["type"] in LENGTH_PRESERVING_SPLITTERS or (step["type"] == "Split" and step["behavior"] != "Removed")
 
 
 def _keeps_text(step: dict[str, Any]) -> bool:
     """Return True if a post-processor keeps all tokens."""
     if step["type"] == "TemplateProcessing":
         return any("Sequence" in piece for piece in step["single"])
-    return step["type"] in KEEPING_PROCESSORS
+    return step["type"] in LENGTH_PRESERVING_PROCESSORS
 
 
 def _knows_every_byte(model: Any, is_byte_level: bool) -> bool:

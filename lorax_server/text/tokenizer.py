@@ -18,6 +18,7 @@ from lorax_server.errors import ConfigError, InputError
 from lorax_server.files.adapter_files import MAX_TEMPLATE_BYTES, MAX_TEMPLATES, OTHER_VOCABULARIES, TOKENIZER_FILES
 from lorax_server.files.names import (
     ADDED_TOKENS_FILE,
+    GGUF_FILES_FILE,
     MODEL_CONFIG_FILE,
     SPECIAL_TOKENS_FILE,
     TEMPLATE_FILE,
@@ -149,7 +150,7 @@ class TextTokenizer:
             return encode_batch([text], add_special_tokens=add_special_tokens)[0]
         except BaseException as error:  # Rust panics are not subclasses of Exception
             _reraise_critical(error)
-            raise InputError(f"the text cannot be made into tokens: {error}") from error
+            raise InputError(f"the text cannot be tokenized: {error}") from error
 
     def _find_eos_ids(self) -> frozenset[int]:
         eos = self.special_tokens.get("eos_token")
@@ -232,6 +233,8 @@ def _has_same_tokens(files: TokenizerFolder, config: Mapping[str, Any], other: T
 
 def _is_plain(files: TokenizerFolder, config: Mapping[str, Any], model_type: object) -> bool:
     """Return True if this module can load the folder without transformers."""
+    if not files.is_restricted and files.has(GGUF_FILES_FILE):  # written by this server
+        return True
     legacy = files.has(SPECIAL_TOKENS_FILE) or files.has(ADDED_TOKENS_FILE)
     return (
         files.has(VOCABULARY_FILE)

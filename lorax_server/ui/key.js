@@ -8,38 +8,38 @@ const UNKNOWN = "The server rejected this key.";
 
 /** Calls `onAccepted` when the server accepts a key. Returns a function that closes the form after a response. */
 export function startKey(onAccepted) {
-  const [form, field, error, opener, cancel] = ["key-form", "key", "key-error", "key-open", "key-cancel"].map(byId);
+  const [form, field, error, openButton, cancel] = ["key-form", "key", "key-error", "key-open", "key-cancel"].map(byId);
   let isDemanded = false; // the server requires a key; manually opened forms can be closed
 
-  const refuse = (message) => {
+  const showError = (message) => {
     if (error.textContent !== message) error.textContent = message; // screen readers announce changes
     field.setAttribute("aria-invalid", String(Boolean(message)));
   };
   const show = (isShown) => {
     form.hidden = !isShown;
-    opener.hidden = isShown || !getKey();
+    openButton.hidden = isShown || !getKey();
     cancel.hidden = isDemanded;
   };
   const close = () => {
     isDemanded = false;
     field.value = "";
-    refuse("");
+    showError("");
     show(false);
   };
 
   news.addEventListener("unauthorized", () => {
     if (isDemanded) return; // the form is already open and may show another error
     isDemanded = true;
-    if (getKey()) refuse(UNKNOWN);
+    if (getKey()) showError(UNKNOWN);
     show(true);
   });
-  opener.addEventListener("click", () => {
+  openButton.addEventListener("click", () => {
     show(true);
     field.focus();
   });
   cancel.addEventListener("click", () => {
     close();
-    opener.focus();
+    openButton.focus();
   });
   byId("key-forget").addEventListener("click", () => {
     setKey("");
@@ -47,10 +47,10 @@ export function startKey(onAccepted) {
   });
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
-    refuse("");
+    showError("");
     const key = field.value.trim();
     const problem = await problemOf(key);
-    if (problem) return refuse(problem);
+    if (problem) return showError(problem);
     setKey(key);
     close();
     onAccepted();

@@ -117,7 +117,7 @@ export class Models {
   }
 
   #typed() {
-    this.#refuse("");
+    this.#showError("");
     this.#render();
   }
 
@@ -125,15 +125,15 @@ export class Models {
     event.preventDefault();
     const name = this.field.value.trim();
     if (this.isLoading) return;
-    if (!name) return this.#refuse("Enter an adapter name.");
-    this.#refuse("");
+    if (!name) return this.#showError("Enter an adapter name.");
+    this.#showError("");
     this.#setLoading(new AbortController());
     try {
       await load(name, this.loading.signal);
       this.#add(name);
     } catch (error) {
       if (error.name === "AbortError") this.error.textContent = "Stopped.";
-      else this.#refuse(error.status === UNAUTHORIZED ? "An API key is required." : error.message);
+      else this.#showError(error.status === UNAUTHORIZED ? "An API key is required." : error.message);
     }
     this.#setLoading(null);
   }
@@ -145,7 +145,7 @@ export class Models {
     this.#render();
   }
 
-  #refuse(message) {
+  #showError(message) {
     this.error.textContent = message;
     this.field.setAttribute("aria-invalid", String(Boolean(message)));
   }

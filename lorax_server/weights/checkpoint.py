@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,21 +13,24 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from lorax_server.distributed import ProcessGroup, Shard
-from lorax_server.errors import WeightsError
-from lorax_server.kernels import Ops
+from lorax_server.errors import ConfigError, WeightsError
+from lorax_server.files.model_files import find_checkpoint, find_truncation, read_index
+from lorax_server.files.names import GGUF_FILES_FILE, MODEL_CONFIG_FILE
+from lorax_server.gguf.architectures import map_tensors
+from lorax_server.gguf.container import read_gguf
+from lorax_server.gguf.model_folder import read_file_list
+from lorax_server.kernels import BlockMatrix, Ops, QuantizedMatrix, quantize_blocks
 from lorax_server.kernels.device import is_host
+from lorax_server.weights.gguf import GGUFTensor
 from lorax_server.weights.progress import LoadProgress
 from lorax_server.weights.reader import WeightsReader
 
 # Checkpoints saved from the inner model (without LM head) lack these tensor name prefixes.
 OPTIONAL_PREFIXES = ("model.", "transformer.", "gpt_neox.")
-# In the order that transformers uses, because saving a single file over a sharded checkpoint keeps the old index.
-CHECKPOINT_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
+
+
+QUANTIZED_ELEMENTS = 2**22  # matrix elements to quantize at a time, to limit temporary memory
+QUANTIZED_BLOCK = 32  # inputs per scale in matrices that are quantized here
 
 
 class Placement(TypedDict):
@@ -37,6 +41,7 @@ class Placement(TypedDict):
     process_group: ProcessGroup
     ops: Ops
     progress: NotRequired[LoadProgress]  # logs the bytes loaded
+    quantize_bits: NotRequired[int | None]  # quantize matrices of float checkpoints to 4 or 8 bits
 
 
 class Weights:
@@ -44,7 +49,7 @@ class Weights:
 
     def __init__(
         self,
-        tensors: Mapping[str, "torch.Tensor | StoredTensor"],
+        tensors: Mapping[str, "torch.Tensor | StoredTensor | GGUFTensor"],
         *,
         source: str = "tensors in memory",  # shown in error messages for missing tensors
         reader: WeightsReader | None = None,  # closed when the context exits
@@ -58,6 +63,9 @@ class Weights:
         self.process_group = placement["process_group"]
         self.ops = placement["ops"]
         self._progress = placement.get("progress")
+        self._quantize_bits = placement.get("quantize_bits")
+        self._used: set[str] = set()  # names of the tensors that modules requested
+        self._quantized_bytes: Counter[str] = Counter()  # size of the quantized matrices by format
 
     def __enter__(self) -> Self:
         return self
@@ -75,7 +83,7 @@ class Weights:
     def location(self, name: str) -> str:
         """Return the path of the file that contains a tensor, for error messages."""
         stored = self._tensors.get(name)
-        return str(stored.path) if isinstance(stored, StoredTensor) else self._source
+        return str(stored.path) if isinstance(stored, StoredTensor | GGUFTensor) else self._source
 
     def has(self, name: str) -> bool:
         return any(candidate in self._tensors for candidate in _candidate_names(name))
@@ -88,7 +96,7 @@ class Weights:
 
         On CPUs the tensor is copied, because a view would keep the whole mapped file in memory.
         """
-        tensor = self._load(self._resolve(name), shape, ())
+        tensor = self._convert(self._load(self._resolve(name), shape, ()))
         return tensor.clone() if is_host(self.device) else tensor
 
     def get_scalar(self, name: str) -> float:
@@ -101,7 +109,51 @@ class Weights:
 
     def get_sharded(self, name: str, dim: int, shard: Shard, shape: tuple[int, ...] | None = None) -> torch.Tensor:
         """Return this rank's shard along one dimension. `shape` is the expected shape of the whole tensor."""
+        return self._convert(self._load_sharded(self._resolve(name), dim, shard, shape))
+
+    def get_matrix(
+        self, name: str, outputs: Shard, inputs: Shard, *, fan_in_fan_out: bool = False, min_bits: int = 4
+    ) -> torch.Tensor | QuantizedMatrix:
+        """Return this rank's shard of a matrix `[outputs, inputs]`. At most one dimension is sharded.
+
+        Quantized matrices stay quantized on CPUs. With `fan_in_fan_out`, float checkpoints contain `[inputs, outputs]`.
+        `min_bits` is the lowest precision if the matrix is quantized here.
+        """
         name = self._resolve(name)
+        stored, bits = self._tensors[name], self._quantize_bits
+        matrix: torch.Tensor | BlockMatrix
+        if isinstance(stored, GGUFTensor):
+            self._check_shape(name, (outputs.full, inputs.full))
+            matrix = _shard_matrix(name, stored.read_matrix(outputs.ranges, self.dtype), outputs, inputs)
+        else:
+            shape = (inputs.full, outputs.full) if fan_in_fan_out else (outputs.full, inputs.full)
+            dim, shard = (0, outputs) if inputs.is_whole else (1, inputs)
+            matrix = self._load_sharded(name, 1 - dim if fan_in_fan_out else dim, shard, shape)
+            matrix = matrix.t() if fan_in_fan_out else matrix
+        if isinstance(matrix, BlockMatrix):
+            assert isinstance(stored, GGUFTensor)
+            if bits is not None:
+                raise ConfigError(
+                    f"quantize = int{bits} is not supported: tensor {name!r} is stored as {stored.format}"
+                )
+            return self._place(matrix, stored.format)
+        if bits is None or inputs.size % QUANTIZED_BLOCK:
+            return self._convert(matrix)
+        bits = max(bits, min_bits)
+        return self._place(self._quantize(matrix, bits), f"int{bits}")
+
+    @property
+    def quantized_format(self) -> str:
+        """Return the formats of the quantized matrices, the largest first. Empty if there are none."""
+        return ", ".join(name for name, _ in self._quantized_bytes.most_common())
+
+    def check_all_used(self) -> None:
+        """Raise WeightsError if a GGUF file has a tensor that the model did not use, because results may be wrong."""
+        for name, stored in self._tensors.items():
+            if isinstance(stored, GGUFTensor) and name not in self._used:
+                raise WeightsError(f"{stored.path}: the model does not support tensor {name!r}")
+
+    def _load_sharded(self, name: str, dim: int, shard: Shard, shape: tuple[int, ...] | None) -> torch.Tensor:
         if shard.is_whole:
             return self._load(name, shape, ())
         before = (slice(None),) * dim
@@ -109,25 +161,66 @@ class Weights:
         return shard.reorder(pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim), dim)
 
     def _load(self, name: str, shape: tuple[int, ...] | None, index: tuple[slice, ...]) -> torch.Tensor:
-        stored = tuple(self._tensors[name].shape)
-        if shape is not None and stored != shape:
-            raise WeightsError(f"{self.location(name)}: tensor {name!r} has shape {stored}, expected {shape}")
+        """Return a tensor in its stored dtype."""
+        self._check_shape(name, shape)
         tensor = self._read(name, index)
         if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
             # Float8 tensors would need their scales.
             raise WeightsError(
                 f"{self.location(name)}: tensor {name!r} is {tensor.dtype}; only float16 to float64 are supported"
             )
-        loaded = tensor.to(device=self.device, dtype=self.dtype)
+        return tensor
+
+    def _check_shape(self, name: str, shape: tuple[int, ...] | None) -> None:
+        stored = tuple(self._tensors[name].shape)
+        if shape is not None and stored != shape:
+            raise WeightsError(f"{self.location(name)}: tensor {name!r} has shape {stored}, expected {shape}")
+
+    def _convert(self, tensor: torch.Tensor) -> torch.Tensor:
+        converted = tensor.to(device=self.device, dtype=self.dtype)
         if self._progress is not None:
-            self._progress.add(loaded.nbytes)
-        return loaded
+            self._progress.add(converted.nbytes)
+        return converted
+
+    def _place(self, matrix: BlockMatrix, label: str) -> torch.Tensor | QuantizedMatrix:
+        """Return a matrix for the model's device. GPUs have no kernels for quantized matrices."""
+        if not is_host(self.device):
+            return self._convert(matrix.read())
+        num_bytes = sum(tensor.nbytes for tensor in matrix.tensors)
+        self._quantized_bytes[label] += num_bytes
+        if self._progress is not None:
+            self._progress.add(num_bytes)
+        return matrix
+
+    def _quantize(self, matrix: torch.Tensor, bits: int) -> BlockMatrix:
+        count = max(1, QUANTIZED_ELEMENTS // matrix.shape[1])
+        rows = (each.to(self.dtype).contiguous() for each in matrix.split(count))
+        return BlockMatrix.concat([quantize_blocks(each, bits, QUANTIZED_BLOCK) for each in rows])
 
     def _resolve(self, name: str) -> str:
         for candidate in _candidate_names(name):
             if candidate in self._tensors:
+                self._used.add(candidate)
                 return candidate
         raise WeightsError(f"{self.location(name)}: tensor {name!r} is missing")
+
+
+def _shard_matrix(
+    name: str, matrix: torch.Tensor | BlockMatrix, outputs: Shard, inputs: Shard
+) -> torch.Tensor | BlockMatrix:
+    """Return a rank's shard of a matrix, given the rows in `outputs.ranges`."""
+    if outputs.interleaved is not None:
+        order = outputs.reorder(torch.arange(outputs.size), dim=0)
+        matrix = matrix[order] if isinstance(matrix, torch.Tensor) else matrix.select_rows(order)
+    if inputs.is_whole:
+        return matrix
+    ((start, stop),) = inputs.ranges
+    if isinstance(matrix, torch.Tensor):
+        return matrix[:, start:stop]
+    try:
+        return matrix.select_inputs(start, stop)
+    except ValueError as error:
+        raise ConfigError(f"tensor {name!r} cannot be split over several ranks: {error}; use fewer ranks") from error
 
 
 @dataclass(frozen=True)
@@ -156,10 +249,12 @@ class StoredTensor:
 
 
 def open_weights(folder: Path, **placement: Unpack[Placement]) -> Weights:
-    """Return the weights in a model folder, from safetensors files or, as a fallback, PyTorch files."""
-    checkpoint = _find_checkpoint(folder)
+    """Return the weights in a model folder, from GGUF files, safetensors files or, as a fallback, PyTorch files."""
+    checkpoint = find_checkpoint(folder)
+    if checkpoint.name == GGUF_FILES_FILE:
+        return Weights(_open_gguf(folder), source=str(checkpoint), **placement)
     is_index = checkpoint.suffix == ".json"
-    paths = _read_index(checkpoint) if is_index else {}
+    paths = read_index(checkpoint) if is_index else {}
     tensors: Mapping[str, torch.Tensor | StoredTensor]
     reader = None
     if "safetensors" in checkpoint.name:
@@ -168,6 +263,12 @@ def open_weights(folder: Path, **placement: Unpack[Placement]) -> Weights:
     else:
         tensors = _load_pickles(sorted(set(paths.values())) if is_index else [checkpoint])
     return Weights(tensors, source=str(checkpoint), reader=reader, **placement)
+
+
+def _open_gguf(folder: Path) -> dict[str, GGUFTensor]:
+    config = json.loads((folder / MODEL_CONFIG_FILE).read_text())
+    sources = map_tensors(read_gguf(read_file_list(folder)[0]), config)
+    return {name: GGUFTensor(source) for name, source in sources.items()}
 
 
 def open_tensors(paths: Mapping[str, Path]) -> dict[str, StoredTensor]:
@@ -182,23 +283,28 @@ def open_tensors(paths: Mapping[str, Path]) -> dict[str, StoredTensor]:
     return tensors
 
 
-def estimate_bytes(folder: Path, dtype: torch.dtype) -> int:
-    """Return the total size of all weights in bytes, stored as `dtype`. For PyTorch files, return a lower bound."""
-    checkpoint = _find_checkpoint(folder)
-    paths = set(_read_index(checkpoint).values()) if checkpoint.suffix == ".json" else {checkpoint}
+def estimate_bytes(folder: Path, dtype: torch.dtype, device: torch.device, bits: int | None = None) -> int:
+    """Return the total size of all weights in bytes, on a device. For PyTorch files, return a lower bound.
+
+    `bits` is the number of bits that matrices are quantized to.
+    """
+    checkpoint = find_checkpoint(folder)
+    if checkpoint.name == GGUF_FILES_FILE:
+        if is_host(device):
+            return sum(path.stat().st_size for path in read_file_list(folder))
+        return sum(math.prod(tensor.shape) for tensor in _open_gguf(folder).values()) * dtype.itemsize
+    count = _estimate_count(checkpoint)
+    return count * dtype.itemsize if bits is None else count * bits // 8
+
+
+def _estimate_count(checkpoint: Path) -> int:
+    paths = set(read_index(checkpoint).values()) if checkpoint.suffix == ".json" else {checkpoint}
     if "safetensors" not in checkpoint.name:
-        return sum(path.stat().st_size for path in paths) * dtype.itemsize // torch.float32.itemsize
+        return sum(path.stat().st_size for path in paths) // torch.float32.itemsize
     count = 0
     for file in map(_open_safetensors, sorted(paths)):
         count += sum(math.prod(file.get_slice(name).get_shape()) for name in list(file.keys()))
-    return count * dtype.itemsize
-
-
-def _find_checkpoint(folder: Path) -> Path:
-    for file in CHECKPOINT_FILES:
-        if (folder / file).is_file():
-            return folder / file
-    raise WeightsError(f"{folder}: no weights; looked for {', '.join(CHECKPOINT_FILES)}")
+    return count
 
 
 def _candidate_names(name: str) -> tuple[str, ...]:
@@ -210,21 +316,8 @@ def _open_safetensors(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise WeightsError(f"{path}: not a readable safetensors file: {error}") from error
-
-
-def _read_index(path: Path) -> dict[str, Path]:
-    try:
-        weight_map = json.loads(path.read_text())["weight_map"]
-        files = {str(name): str(file) for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise WeightsError(f"{path}: not a weight index (a JSON object with a `weight_map`): {error}") from error
-    for file in sorted(set(files.values())):
-        if Path(file).name != file:
-            raise WeightsError(f"{path}: shard {file!r} is not a plain file name")
-        if not (path.parent / file).is_file():
-            raise WeightsError(f"{path}: shard {file!r} is missing from the folder")
-    return {name: path.parent / file for name, file in files.items()}
+        reason = find_truncation(path) or f"not a readable safetensors file: {error}"
+        raise WeightsError(f"{path}: {reason}") from error
 
 
 def _load_pickles(paths: list[Path]) -> dict[str, torch.Tensor]:

@@ -59,11 +59,11 @@ class AdapterMemory:
         self._base_vocab = next((t.outputs.full for t in targets.values() if t.kind is TargetKind.HEAD), 0)
         self._loaded: dict[int, _LoadedAdapter] = {}
         table = self._empty_row.repeat(num_rows, 1, 1)
-        widths = [size for target in targets.values() for size in (target.inputs.size, target.outputs.size)]
+        features = [size for target in targets.values() for size in (target.inputs.size, target.outputs.size)]
         # Kernels may read up to 16 rows of a LoRA factor that has fewer rows.
-        room = 0 if is_host(device) else 16 * max(widths, default=0)
+        padding = 0 if is_host(device) else 16 * max(features, default=0)
         self.arena = AdapterArena(
-            allocate_zeros([num_units * self._unit + room], dtype, device),
+            allocate_zeros([num_units * self._unit + padding], dtype, device),
             table.to(device),
             torch.zeros(num_rows, len(targets), device=device),
             table,

@@ -23,7 +23,7 @@ from lorax_server.distributed import join_group
 from lorax_server.errors import ConfigError, EngineError, LoraxError
 from lorax_server.phases import Phases
 from lorax_server.plan import Capabilities, Prepared, StepMasks, StepPlan, StepResult
-from lorax_server.process_tuning import limit_malloc_arenas, trim_malloc
+from lorax_server.process_tuning import limit_malloc_arenas, set_process_title, trim_malloc
 from lorax_server.worker.worker import Worker, build_worker
 
 logger = logging.getLogger(__name__)
@@ -170,6 +170,7 @@ def _run_rank(config: EngineConfig, rank: int, rendezvous: str, connection: Conn
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process stops the ranks
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     try:
+        set_process_title(f"rank {rank}")
         limit_malloc_arenas()
         worker = _build_rank_worker(config, rank, rendezvous)
         while True:

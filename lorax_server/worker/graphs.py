@@ -47,8 +47,8 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return _truncate_sizes(DECODE_GRAPH_SIZES, max_num_seqs)
 
 
-def _truncate_sizes(ladder: Sequence[int], most: int) -> list[int]:
-    largest = min(most, ladder[-1])
+def _truncate_sizes(ladder: Sequence[int], max_size: int) -> list[int]:
+    largest = min(max_size, ladder[-1])
     return [*(size for size in ladder if size < largest), largest]
 
 
@@ -120,18 +120,18 @@ class StepGraphs:
         self._kv_cache = kv_cache
         self._memory = memory
         self._sizes = sizes
-        most = max(*sizes.decode, *sizes.mixed, 1)
-        self._inputs = StaticInputs(tables, most, min(most, MAX_GRAPH_SEQS))
+        max_tokens = max(*sizes.decode, *sizes.mixed, 1)
+        self._inputs = StaticInputs(tables, max_tokens, min(max_tokens, MAX_GRAPH_SEQS))
         self._embedding: PagedContext | None = None  # context of the last embedding call
         self._longest = tables.token_ids.shape[1] - 1
         self._x = self._embed(torch.zeros_like(self._inputs.token_indices), None).clone()
         self._graphs: dict[GraphKey, _Graph] = {}
         self._planned: dict[GraphKey, bytes] = {}  # adapters of each graph's last replay
         self._capture = capture
-        self._recorder = model.ops.make_recorder(most) if capture else None  # None for CUDA graphs
+        self._recorder = model.ops.make_recorder(max_tokens) if capture else None  # None for CUDA graphs
         # Graph memory for each size, largest first, for decode steps and then for mixed steps.
         self.num_bytes: list[int] = []
-        self._room = rotary_capacity(model)
+        self._rotary_capacity = rotary_capacity(model)
         if capture and self._recorder is None:
             self._capture_all()
 
@@ -141,7 +141,10 @@ class StepGraphs:
         return self._recorder is not None and bool(self._sizes.decode)
 
     def find(self, tokens: StepTokens, adapter_data: AdapterBatchData | None) -> GraphKey | None:
-        """Return the key of the graph for a step, or None if the step must run without a graph."""
+        """Return the key of the graph for a step, or None if the step must run without a graph.
+
+        On CPUs, record the graph if it does not exist yet.
+        """
         count, is_mixed, sizes = len(tokens.slots), not tokens.is_single, self._sizes.for_step(tokens)
         if not sizes or count > sizes[-1] or len(tokens.lengths) > MAX_GRAPH_SEQS:
             return None
@@ -249,9 +252,9 @@ class StepGraphs:
 
     def _reserve_rotary(self, length: int) -> None:
         """Grow the RoPE tables if necessary. This discards all graphs, because they contain the old addresses."""
-        if length > self._room:
-            self._room = max(length, 2 * self._room)
-            reserve_rotary(self._model, self._room)
+        if length > self._rotary_capacity:
+            self._rotary_capacity = max(length, 2 * self._rotary_capacity)
+            reserve_rotary(self._model, self._rotary_capacity)
             self._graphs.clear()
             self._planned.clear()
 

@@ -206,11 +206,11 @@ class MaskUploader:
 
     def upload(self, masks: StepMasks, vocab_size: int) -> TokenMasks:
         """Copy token masks to the device, and return them padded to `vocab_size` tokens."""
-        words = self._write(masks, count_mask_words(vocab_size))
+        padded = self._write(masks, count_mask_words(vocab_size))
         if self._stream is None:
-            return TokenMasks(to_device(masks.rows, self._device), words)
+            return TokenMasks(to_device(masks.rows, self._device), padded)
         with torch.cuda.stream(self._stream):
-            sent = TokenMasks(to_device(masks.rows, self._device), words.to(self._device, non_blocking=True))
+            sent = TokenMasks(to_device(masks.rows, self._device), padded.to(self._device, non_blocking=True))
         steps = torch.cuda.current_stream(self._device)
         steps.wait_stream(self._stream)
         for tensor in sent:
@@ -220,7 +220,7 @@ class MaskUploader:
     def _write(self, masks: StepMasks, width: int) -> torch.Tensor:
         """Return the masks in one host tensor, padded to `width` words. The tensor is pinned if there is a GPU."""
         written = torch.empty(len(masks.rows), width, dtype=torch.int32, pin_memory=self._stream is not None)
-        for row, mask in zip(written.numpy(), masks.words, strict=True):
+        for row, mask in zip(written.numpy(), masks.masks, strict=True):
             row[: len(mask)] = mask[:width]
             row[len(mask) :] = 0
         return written
@@ -242,19 +242,19 @@ class _ColumnSlices(NamedTuple):
 
 
 class _Columns(NamedTuple):
-    """A step's inputs on the host. All arrays are views of `numbers`."""
+    """A step's inputs on the host. All arrays are views of `buffer`."""
 
-    numbers: Ints
+    buffer: Ints
     by_seq: Ints  # [3, sequences]
     bounds: npt.NDArray[np.int32]
     by_token: Ints  # [3, tokens]
     small: npt.NDArray[np.int32]  # [2, tokens]
 
     @classmethod
-    def split(cls, numbers: Ints, at: _ColumnSlices) -> "_Columns":
-        by_seq, by_token = numbers[at.sequences].reshape(3, -1), numbers[at.tokens].reshape(3, -1)
-        small = numbers[at.small].view(np.int32).reshape(2, -1)
-        return cls(numbers, by_seq, numbers[at.bounds].view(np.int32), by_token, small)
+    def split(cls, buffer: Ints, at: _ColumnSlices) -> "_Columns":
+        by_seq, by_token = buffer[at.sequences].reshape(3, -1), buffer[at.tokens].reshape(3, -1)
+        small = buffer[at.small].view(np.int32).reshape(2, -1)
+        return cls(buffer, by_seq, buffer[at.bounds].view(np.int32), by_token, small)
 
 
 class StaticInputs:
@@ -269,14 +269,14 @@ class StaticInputs:
         device = tables.blocks.device
         self._tables = tables
         self._at = at = _ColumnSlices.lay_out(num_tokens, num_seqs)
-        self._numbers = torch.zeros(at.small.stop, dtype=torch.int64, device=device)
-        numbers = host_view(self._numbers)
-        self._in_place = None if numbers is None else _Columns.split(numbers, at)
+        self._buffer = torch.zeros(at.small.stop, dtype=torch.int64, device=device)
+        buffer = host_view(self._buffer)
+        self._in_place = None if buffer is None else _Columns.split(buffer, at)
         self._written: tuple[object, ...] = ()  # key of the current contents, which the next step may reuse
-        self.slots, self.cache_lengths, self.input_lengths = self._numbers[at.sequences].view(3, -1)
-        self.cu_seqlens = self._numbers[at.bounds].view(torch.int32)[: num_seqs + 1]
-        self.kv_slots, self.prompt_lengths, self.token_indices = self._numbers[at.tokens].view(3, -1)
-        self.position_ids, self.adapter_indices = self._numbers[at.small].view(torch.int32).view(2, -1)
+        self.slots, self.cache_lengths, self.input_lengths = self._buffer[at.sequences].view(3, -1)
+        self.cu_seqlens = self._buffer[at.bounds].view(torch.int32)[: num_seqs + 1]
+        self.kv_slots, self.prompt_lengths, self.token_indices = self._buffer[at.tokens].view(3, -1)
+        self.position_ids, self.adapter_indices = self._buffer[at.small].view(torch.int32).view(2, -1)
         self.block_tables = torch.zeros(num_seqs, tables.blocks.shape[1], dtype=torch.int32, device=device)
         self.kv_slots.fill_(-1)
 
@@ -287,7 +287,7 @@ class StaticInputs:
             key = plan.slots.tobytes(), plan.adapter_indices.tobytes(), tokens.layout.key, padded_seqs, tables.version
             if key != self._written:
                 self._written = ()
-                columns.numbers.fill(0)
+                columns.buffer.fill(0)
                 self._write_composition(columns, plan, tokens)
                 self._select_blocks(padded_seqs)
                 self._written = key
@@ -296,7 +296,7 @@ class StaticInputs:
         columns = _Columns.split(np.zeros(self._at.small.stop, np.int64), self._at)
         self._write_composition(columns, plan, tokens)
         self._write_positions(columns, plan, tokens)
-        self._numbers.copy_(torch.from_numpy(columns.numbers).pin_memory(), non_blocking=True)
+        self._buffer.copy_(torch.from_numpy(columns.buffer).pin_memory(), non_blocking=True)
         self._select_blocks(padded_seqs)
         return tables.token_ids.view(-1).index_select(0, self.token_indices[:count])
 

@@ -1,7 +1,8 @@
 """Divide device memory between the KV cache, adapters and steps. Reject configurations that do not fit."""
 
 import logging
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -59,8 +60,8 @@ class StepMemory(NamedTuple):
 
 def find_max_num_seqs(config: EngineConfig, device: torch.device) -> int:
     """Return the maximum number of running sequences, from the config or a default for the device."""
-    if config.max_rows is not None:
-        return config.max_rows
+    if config.max_num_seqs is not None:
+        return config.max_num_seqs
     is_large = not is_host(device) and torch.cuda.get_device_properties(device).total_memory >= LARGE_GPU_BYTES
     max_num_seqs = LARGE_GPU_DEFAULT_MAX_NUM_SEQS if is_large else DEFAULT_MAX_NUM_SEQS
     return max_num_seqs if config.max_step_tokens is None else min(max_num_seqs, config.max_step_tokens)
@@ -104,6 +105,20 @@ def adapter_host_bytes(config: EngineConfig) -> int:
 
 def model_bytes(model: PagedCausalLM) -> int:
     """Return the total size of the model's tensors in bytes. Shared tensors count once."""
+    return sum(tensor.nbytes for tensor in _find_tensors(model))
+
+
+def find_weight_format(model: PagedCausalLM) -> str:
+    """Return the formats of quantized weights, or else the dtype that most weights are stored in."""
+    if model.weight_format:
+        return model.weight_format
+    sizes: Counter[torch.dtype] = Counter()
+    for tensor in _find_tensors(model):
+        sizes[tensor.dtype] += tensor.nbytes
+    return str(sizes.most_common(1)[0][0]).removeprefix("torch.")
+
+
+def _find_tensors(model: PagedCausalLM) -> Collection[torch.Tensor]:
     tensors: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for value in vars(module).values():
@@ -111,7 +126,7 @@ def model_bytes(model: PagedCausalLM) -> int:
             for one in held:
                 parts = one.tensors if isinstance(one, StoredMatrix) else (one,)
                 tensors |= {part.data_ptr(): part for part in parts if isinstance(part, torch.Tensor)}
-    return sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
+    return tensors.values()
 
 
 def block_bytes(model: PagedCausalLM, block_size: int) -> int:
@@ -158,33 +173,46 @@ def count_blocks(
     Raise ConfigError if no block fits.
     """
     size, needed = block_bytes(model, config.block_size), sum(step_memory or ())
-    most = -(-max_num_seqs * max_length // config.block_size)
+    max_blocks = -(-max_num_seqs * max_length // config.block_size)
     if is_host(model.device):
         free = max(0, free_bytes() - GRAMMAR_CACHE_BYTES)
         available = free // CPU_CACHE_DIVISOR if config.cache_bytes is None else config.cache_bytes
     else:
         usable, free = _get_free_gpu_bytes(config, model.device)
         available = usable - needed if config.cache_bytes is None else config.cache_bytes
-        if min(available // size, most) * size > free - needed:
+        if min(available // size, max_blocks) * size > free - needed:
             raise ConfigError(
                 f"cache_bytes = {available} does not fit: {free} bytes of GPU memory are free and steps need {needed}; "
-                "lower cache_bytes, adapter_bytes, max_rows or max_step_tokens"
+                "lower cache_bytes, adapter_bytes, max_num_seqs or max_step_tokens"
             )
-    count = min(available // size, most)
+    count = min(available // size, max_blocks)
     if count < 1:
         raise ConfigError(
             f"{available} bytes for the KV cache are less than one block ({size} bytes): raise cache_bytes, or lower "
-            f"adapter_bytes, max_rows or max_step_tokens; weights take {model_bytes(model)} bytes, steps {needed}"
+            f"adapter_bytes, max_num_seqs or max_step_tokens; weights take {model_bytes(model)} bytes, steps {needed}"
         )
     return count
 
 
+def warn_if_cache_is_small(model: PagedCausalLM, config: EngineConfig, num_blocks: int, max_length: int) -> None:
+    """Log a warning if the KV cache cannot hold one request of the maximum length."""
+    num_tokens = num_blocks * config.block_size
+    if num_tokens < max_length:
+        needed = -(-max_length // config.block_size) * block_bytes(model, config.block_size)
+        logger.warning(
+            "the KV cache holds %d tokens, so requests are limited to %d instead of %d tokens; --cache-bytes %d holds "
+            "one request of the maximum length",
+            *(num_tokens, num_tokens, max_length, needed),
+        )
+
+
 class MemoryReportLine(NamedTuple):
-    """A line in the memory report: current size and limit, in bytes."""
+    """A line in the memory report: current size and limit, in bytes, and the flag that changes the limit."""
 
     name: str
     in_use: int
     limit: int | None = None
+    flag: str = ""
 
 
 def report_memory(
@@ -197,12 +225,14 @@ def report_memory(
     weights, is_lazy = model_bytes(model), is_host(model.device)
     rows = [
         MemoryReportLine("weights", weights),
-        MemoryReportLine("adapters", tables if is_lazy else tables + buffer, tables + buffer),
-        MemoryReportLine(f"KV cache for {num_blocks * config.block_size} tokens", 0 if is_lazy else cache, cache),
+        MemoryReportLine("adapters", tables if is_lazy else tables + buffer, tables + buffer, "--adapter-bytes"),
+        MemoryReportLine(
+            f"KV cache for {num_blocks * config.block_size} tokens", 0 if is_lazy else cache, cache, "--cache-bytes"
+        ),
     ]
     if is_lazy:
         rows.append(MemoryReportLine("compiled grammars", 0, GRAMMAR_CACHE_BYTES))
-        rows.append(MemoryReportLine("adapters in host memory", 0, adapter_host_bytes(config)))
+        rows.append(MemoryReportLine("adapters in host memory", 0, adapter_host_bytes(config), "--adapter-host-bytes"))
         total = resident_bytes()
         rows.append(MemoryReportLine("Python, torch and other libraries", total - sum(row.in_use for row in rows)))
         rows.append(MemoryReportLine("resident memory of this process", total, machine_bytes()))
@@ -212,6 +242,7 @@ def report_memory(
         rows.append(MemoryReportLine("left free", free - step_memory.step, total))
     for row in rows:
         limit = "" if row.limit is None else f" of up to {row.limit / 1e6:.0f} MB"
+        limit += f" ({row.flag})" if row.flag else ""
         logger.info("memory: %-40s %8.0f MB%s", row.name, row.in_use / 1e6, limit)
     return rows
 
@@ -221,7 +252,7 @@ def out_of_memory_error(model: PagedCausalLM, num_adapter_bytes: int) -> ConfigE
     free, total = torch.cuda.mem_get_info(model.device)
     return ConfigError(
         f"GPU memory of {total} bytes is not sufficient: weights take {model_bytes(model)}, adapters may take "
-        f"{num_adapter_bytes}, {free} are free; lower cache_bytes, adapter_bytes, max_rows or max_step_tokens"
+        f"{num_adapter_bytes}, {free} are free; lower cache_bytes, adapter_bytes, max_num_seqs or max_step_tokens"
     )
 
 

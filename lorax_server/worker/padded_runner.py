@@ -11,10 +11,10 @@ import torch
 from lorax_server.config import EngineConfig
 from lorax_server.errors import ConfigError
 from lorax_server.generation.stopping import StoppingCriteria
+from lorax_server.model_types import find_similar_types
 from lorax_server.models.padded_batch import Chooser, PaddedBatch
 from lorax_server.models.padded_lm import PaddedLM, prompt_logprobs
 from lorax_server.models.pretrained import max_positions
-from lorax_server.models.registry import find_similar_types
 from lorax_server.plan import Capabilities, NewSequence, StepMasks, StepPlan, StepResult
 from lorax_server.sampling.batch import SequenceSampling
 from lorax_server.types import Alternatives, StopParams
@@ -59,7 +59,7 @@ def padded_capabilities(model: PaddedLM, max_num_seqs: int, max_length: int | No
         max_step_tokens=max_length + max_num_seqs,  # one full prompt and all running sequences
         num_blocks=max_num_seqs * -(-max_length // BLOCK_SIZE),
         block_size=BLOCK_SIZE,
-        depth=1,
+        max_steps_in_flight=1,
         can_chunk=False,
         can_reuse=False,
         num_adapter_units=0,
@@ -115,7 +115,7 @@ class PaddedRunner:
     @torch.inference_mode()
     def mask(self, ticket: MaskedPlan, masks: StepMasks) -> StepResult:
         slots = ticket.plan.slots[masks.rows].tolist()
-        return self._run(ticket.plan, dict(zip(slots, masks.words, strict=True)))
+        return self._run(ticket.plan, dict(zip(slots, masks.masks, strict=True)))
 
     def _run(self, plan: StepPlan, masks: Mapping[int, npt.NDArray[np.int32]]) -> StepResult:
         batches = [batch for batch in (self._continue(plan), self._start(plan)) if batch is not None]
@@ -163,8 +163,8 @@ class PaddedRunner:
         masked = [row for row, request in enumerate(batch.requests) if request.id in masks]
         token_masks = None
         if masked:
-            words = [masks[batch.requests[row].id] for row in masked]
-            token_masks = self._mask_uploader.upload(StepMasks(np.array(masked), words), self._model.vocab_size)
+            row_masks = [masks[batch.requests[row].id] for row in masked]
+            token_masks = self._mask_uploader.upload(StepMasks(np.array(masked), row_masks), self._model.vocab_size)
         sampled, logits, caches = self._model.compute(batch, token_masks)
         alternatives = sampled.alternatives.by_row() if sampled.alternatives else {}
         results = {}

@@ -272,7 +272,9 @@ class PagedRunner:
         )
         ends = np.minimum(starts + plan.counts[plan.scores_prompt], self._tables.host_prompt_lengths[slots] - 1)
         counts, first = (ends - starts).tolist(), tokens.layout.bounds[:-1][plan.scores_prompt]
-        most = [sampling.params.num_alternatives for sampling in self._tables.select(slots).sequence_sampling]
+        num_alternatives = [
+            sampling.params.num_alternatives for sampling in self._tables.select(slots).sequence_sampling
+        ]
         scored = np.concatenate([np.arange(start, start + n) for start, n in zip(first, counts, strict=True)])
         pieces = []
         for start in range(0, len(scored), PROMPT_LOGPROB_CHUNK_TOKENS):
@@ -281,9 +283,9 @@ class PagedRunner:
             following = self._tables.read_tokens(offsets)
             all_logprobs = self._score(hidden, piece, plan, tokens).float().log_softmax(-1)
             logprobs = all_logprobs.gather(-1, following[:, None]).squeeze(-1)
-            top_logprobs, top_ids = all_logprobs.topk(min(max(most), all_logprobs.shape[-1]), dim=-1)
+            top_logprobs, top_ids = all_logprobs.topk(min(max(num_alternatives), all_logprobs.shape[-1]), dim=-1)
             pieces.append((logprobs, top_ids, top_logprobs))
-        return ScoredPrompts(counts, most, *map(torch.cat, zip(*pieces, strict=True)))
+        return ScoredPrompts(counts, num_alternatives, *map(torch.cat, zip(*pieces, strict=True)))
 
     def _fetch(self, ticket: Ticket) -> Ticket:
         """Start copying the results to the host, and return a ticket for the copies.

@@ -99,18 +99,18 @@ def run_decode(
     model: PagedCausalLM, rows: int, shape: CacheShape, adapter_data: AdapterBatchData | None = None
 ) -> None:
     """Run a decode step with `rows` sequences, and block tables for the maximum sequence length."""
-    numbers = torch.arange(rows, device=model.device)
-    ones = torch.ones_like(numbers)
+    indices = torch.arange(rows, device=model.device)
+    ones = torch.ones_like(indices)
     lengths = Seqlen(ones, torch.zeros_like(ones), None, 1, 1, ones)
     table = torch.zeros(rows, -(-shape.max_length // shape.block_size), dtype=torch.int32, device=model.device)
-    table[:, 0] = numbers
+    table[:, 0] = indices
     model(
         torch.zeros_like(ones),
         torch.zeros_like(ones).int(),
         None,
         model.allocate_kv_cache(rows, shape.block_size),
         table,
-        numbers * shape.block_size,
+        indices * shape.block_size,
         lengths,
         1,
         adapter_data,
@@ -120,8 +120,8 @@ def run_decode(
 def make_permissive_masks(model: PagedCausalLM, rows: int) -> TokenMasks:
     """Return token masks for `rows` rows that allow all tokens."""
     num_words = count_mask_words(model.lm_head.vocab_size)
-    words = torch.full((rows, num_words), -1, dtype=torch.int32, device=model.device)
-    return TokenMasks(torch.arange(rows, device=model.device), words)
+    masks = torch.full((rows, num_words), -1, dtype=torch.int32, device=model.device)
+    return TokenMasks(torch.arange(rows, device=model.device), masks)
 
 
 def run_sampling(model: PagedCausalLM, rows: int, max_length: int, masks: TokenMasks) -> None:

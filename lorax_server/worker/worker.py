@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from lorax_server import model_types
 from lorax_server.adapters.host import UNIT_BYTES
 from lorax_server.config import EngineConfig
 from lorax_server.distributed import FakeGroup, ProcessGroup, TorchGroup
@@ -18,7 +19,7 @@ from lorax_server.kernels import select_ops
 from lorax_server.kernels.device import is_host, make_stream, use_stream
 from lorax_server.layers.targets import collect_adapter_targets
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
-from lorax_server.models.registry import MODELS, PADDED_ONLY_FIELDS, get_model, load_config
+from lorax_server.models.registry import get_model, load_config
 from lorax_server.phases import Phases
 from lorax_server.plan import (
     AdapterOp,
@@ -41,11 +42,14 @@ from lorax_server.worker.memory import (
     count_adapter_rows,
     count_blocks,
     find_max_num_seqs,
+    find_weight_format,
     is_out_of_memory,
     measure_step_memory,
+    model_bytes,
     out_of_memory_error,
     report_memory,
     resolve_sizes,
+    warn_if_cache_is_small,
 )
 from lorax_server.worker.model_info import describe_model, find_max_length, reserve_rotary
 from lorax_server.worker.preparer import Preparer
@@ -203,6 +207,7 @@ def build_worker(config: EngineConfig, group: ProcessGroup | None = None, phases
             load_config(config.model)  # may import transformers
         with phases.measure("kernels"):
             ops = select_ops(torch.device(config.model.device))
+        logger.info("kernels: %s, %d CPU threads", ops.name, torch.get_num_threads())
         with phases.measure("weights"):
             paged = get_model(config.model, group, ops)
         return build_paged_worker(paged, config, group, phases)
@@ -217,9 +222,7 @@ def is_paged(config: EngineConfig) -> bool:
     Also return True for an unreadable config, because loading the model reports the error.
     """
     try:
-        stored = json.loads((config.model.path / MODEL_CONFIG_FILE).read_text())
-        model_type = stored.get("model_type")
-        return model_type in MODELS and not stored.get(PADDED_ONLY_FIELDS.get(model_type))
+        return model_types.is_paged(json.loads((config.model.path / MODEL_CONFIG_FILE).read_text()))
     except (OSError, ValueError, AttributeError, TypeError):
         return True
 
@@ -274,6 +277,7 @@ def _build_paged(
         num_blocks = _min_over_ranks(
             count_blocks(model, config, max_num_seqs, shape.max_length, step_memory), group, device
         )
+    warn_if_cache_is_small(model, config, num_blocks, shape.max_length)
     max_length = min(shape.max_length, num_blocks * config.block_size)
     capabilities = replace(
         describe_model(model),
@@ -283,10 +287,12 @@ def _build_paged(
         max_mixed_tokens=config.max_mixed_tokens or (GPU_MIXED_TOKENS if is_gpu else None),
         num_blocks=num_blocks,
         block_size=shape.block_size,
-        depth=config.depth or (2 if is_gpu else 1),
+        max_steps_in_flight=config.max_steps_in_flight or (2 if is_gpu else 1),
         is_synchronous=not is_gpu,
         num_adapter_units=num_units,
         max_adapters=0 if memory is None else len(memory.arena.host_table) - 1,
+        weight_format=find_weight_format(model),
+        weight_bytes=model_bytes(model),
     )
     with phases.measure("graphs"):
         runner = PagedRunner(

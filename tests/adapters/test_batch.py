@@ -76,13 +76,13 @@ def test_lora_batch_contains_arena_and_segments(arena: AdapterArena) -> None:
     assert data.lora.host_table is arena.host_table
     assert data.lora.adapter_indices.dtype == torch.int32
     assert data.lora.adapter_indices.tolist() == [1, 1, 0, 2]
-    assert data.lora.widths.tolist() == [[VOCAB, 4], [4, 4], [4, 6], [4, 8], [4, VOCAB]]
+    assert data.lora.features.tolist() == [[VOCAB, 4], [4, 4], [4, 6], [4, 8], [4, VOCAB]]
 
 
-def test_widths_are_local_sizes(arena: AdapterArena) -> None:
+def test_features_are_local_sizes(arena: AdapterArena) -> None:
     target = AdapterTarget("x", TargetKind.LINEAR, Shard(8, ((4, 8),)), unsharded(6), slice(0, 6), None, None)
     part = AdapterArena(arena.buffer, arena.table, arena.scales, arena.host_table, [], {"x": target})
-    assert part.widths.tolist() == [[4, 6]]
+    assert part.features.tolist() == [[4, 6]]
 
 
 def test_targets_keep_table_order(arena: AdapterArena) -> None:
@@ -113,7 +113,7 @@ def test_target_flags_reflect_batch_adapters(indices: list[int], arena: AdapterA
         assert data.lora.has_rows(found[0].index) == (name in rows)
 
 
-def test_target_flags_for_fused_layers(arena: AdapterArena) -> None:
+def test_target_flags_cover_fused_layers(arena: AdapterArena) -> None:
     data = adapter_batch([2], arena)
     assert data.lora.has_low_rank(data.find_targets([TARGETS["gate"], TARGETS["up"]]))
     assert data.lora.has_vectors(data.find_targets([TARGETS["gate"], TARGETS["up"]]))

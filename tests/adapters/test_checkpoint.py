@@ -138,7 +138,7 @@ NOT_SAFETENSORS = {
 
 
 @pytest.mark.parametrize("content", NOT_SAFETENSORS.values(), ids=NOT_SAFETENSORS)
-def test_other_file_formats_are_rejected(content: bytes, tmp_path: Path) -> None:
+def test_unsupported_file_formats_are_rejected(content: bytes, tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match=f"adapter '{NAME}': .*adapter_model.safetensors"):
         read_bytes(tmp_path, content)
     assert not Bomb.exploded
@@ -172,10 +172,9 @@ BROKEN_ENTRIES = {
     **{f"offsets {x}": {"dtype": "F32", "shape": [2], "data_offsets": x} for x in ("08", {"0": 0, "8": 8}, 8, None)},
     **{f"shape {shape}": entry(shape, 0, 8) for shape in ([2.0], [True, 2], ["2"], [None], [[2]], None, 2, "2", [-2])},
     **{f"shape {shape}": entry(shape, 0, 8) for shape in ([-1, -2], [3], [2, 2], [], [0], [2**62], [2**63, 2])},
-    "beyond the file": entry([4], 0, 16),
     "overflow to 8 bytes": entry([2**32, 2**30, 2], 0, 8),
     "overflow to 0 bytes": entry([2**62, 4], 0, 0),
-    **{f"offsets {stop}": entry([2], 0, stop) for stop in (8.0, True, "8", None, -8, 7, 9, 2**63, 10**30, [8])},
+    **{f"offsets {stop}": entry([2], 0, stop) for stop in (8.0, True, "8", None, -8, 7, 2**63, 10**30, [8])},
     **{f"start {start}": entry([2], start, 8) for start in (0.0, False, "0", None, -1, 1, 9)},
     **{f"dtype {x}": entry([2], 0, 8, x) for x in NOT_DTYPES},
     **{f"dtype {x}": entry([8], 0, 8, x) for x in ("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0")},
@@ -188,6 +187,22 @@ def test_invalid_header_entry_is_named(broken: Any, tmp_path: Path) -> None:
     assert read_bytes(tmp_path, file_bytes({"x.lora_A": A}, b"0" * 8))
     with pytest.raises(AdapterError, match=f"adapter '{NAME}': tensor 'x.lora_A'"):
         read_bytes(tmp_path, file_bytes({"x.lora_A": broken}, b"0" * 8))
+
+
+def test_truncated_file_error_names_both_sizes(tmp_path: Path) -> None:
+    whole = file_bytes({"__metadata__": {"format": "pt"}, "x.lora_A": A, "x.lora_B": entry([4], 8, 24)}, b"0" * 24)
+    assert read_bytes(tmp_path, whole)
+    start = f"adapter '{NAME}': adapter_model.safetensors: the file has "
+    for size in (9, 50, len(whole) - 24, len(whole) - 1):
+        needed = len(whole) if size >= len(whole) - 24 else len(whole) - 24
+        with pytest.raises(AdapterError) as caught:
+            read_bytes(tmp_path, whole[:size])
+        assert str(caught.value) == f"{start}{size} bytes, but its header needs {needed}; was the copy interrupted?"
+    for size in (0, 7):
+        with pytest.raises(AdapterError, match=f"{start}{size} bytes, so its header is incomplete"):
+            read_bytes(tmp_path, whole[:size])
+    with pytest.raises(AdapterError, match=r"adapter_model\.safetensors: the file is a Git LFS pointer"):
+        read_bytes(tmp_path, b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
 
 
 @pytest.mark.parametrize(
@@ -319,7 +334,7 @@ WRAPPER_PREFIXES += ["_forward_module." + PEFT, PEFT + "_fsdp_wrapped_module."]
         *((f"{x}", None) for x in ("lora_velora_embed", "lora_monteclora_sampler.default.std_prior")),
     ],
 )
-def test_current_and_early_key_names_are_assigned(prefix: str, suffix: str, part: TensorRole | None) -> None:
+def test_current_and_early_peft_keys_are_recognized(prefix: str, suffix: str, part: TensorRole | None) -> None:
     for module in (Q, "model.embed_tokens", "lm_head"):
         key = f"{prefix}{module}.{suffix}"
         assert assigned_keys([key], LLAMA) == ({} if part is None else {module: {part: key}})
@@ -384,7 +399,7 @@ def test_duplicate_keys_are_rejected(first: str, second: str) -> None:
         assert all(text in str(refusal.value) for text in (NAME, first, second))
 
 
-def test_second_name_for_module_is_rejected() -> None:
+def test_two_keys_for_one_module_are_rejected() -> None:
     """Config patterns could match only one of the names."""
     keys = [f"{PEFT}embed_out.lora_B.weight", f"{PEFT}lm_head.lora_A.weight"]
     with pytest.raises(AdapterError, match=r"lm_head.lora_A.weight' uses a second name for module 'lm_head'"):
@@ -397,7 +412,7 @@ def test_saved_embedding_takes_precedence_over_its_copy() -> None:
     assert assigned_keys(keys[::-1], LLAMA) == {"lm_head": {TensorRole.WEIGHT: keys[1]}}
 
 
-def test_many_long_keys_are_assigned_quickly() -> None:
+def test_many_long_keys_are_matched_in_linear_time() -> None:
     training = [f"{PEFT}{Q}.x{i}.original_module.weight" for i in range(20_000)]
     assert assigned_keys(training, LLAMA) == {}
     keys = [f"{PEFT * (i % 9)}{Q}.lora_A.{i}.weight" for i in range(20_000)]
@@ -410,6 +425,6 @@ def test_many_long_keys_are_assigned_quickly() -> None:
 
 
 @pytest.mark.parametrize("key", ["model.weight", "base_model.model.lora_A.weight", "module.bias"])
-def test_name_with_only_wrappers_is_rejected(key: str) -> None:
+def test_key_with_only_wrapper_prefixes_is_rejected(key: str) -> None:
     with pytest.raises(AdapterError, match=key.replace(".", r"\.")):
         assign_tensors([key], ["model.norm", "lm_head"], "tested")

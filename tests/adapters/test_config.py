@@ -125,7 +125,7 @@ def test_target_modules_match_peft(targets: Any) -> None:
 
 
 @pytest.mark.parametrize("targets", [None, "all-linear", "ALL-Linear"])
-def test_model_dependent_targets_are_undecided(targets: str | None) -> None:
+def test_targets_that_depend_on_the_model_are_unknown(targets: str | None) -> None:
     assert parse(target_modules=targets).is_target(Q_PROJ) is None
 
 
@@ -341,7 +341,7 @@ def test_invalid_fields_raise_only_adapter_error(field: str) -> None:
         ({"auto_mapping": {"base_model_class": "LlamaModel"}}, "llama", "'acme/tuned' .*a LlamaModel;"),
     ],
 )
-def test_adapter_for_other_base_model_is_rejected(
+def test_adapter_for_different_base_model_is_rejected(
     changes: dict[str, Any], found_type: str | None, message: str | None
 ) -> None:
     config = parse(**changes)

@@ -149,8 +149,8 @@ def extents(adapter: HostAdapter, targets: Mapping[str, AdapterTarget]) -> list[
         sizes = {
             Field.A: fields[Field.RANK] * target.inputs.size,
             Field.B: fields[Field.RANK] * target.outputs.size,
-            Field.FACTOR: target.outputs.size,
-            Field.SHIFT: target.outputs.size,
+            Field.OUTPUT_SCALE: target.outputs.size,
+            Field.OUTPUT_BIAS: target.outputs.size,
             Field.ROW_IDS: fields[Field.NUM_ROWS] * 4 // adapter.buffer.itemsize,
             Field.ROWS: fields[Field.NUM_ROWS] * size,
             Field.NEW_ROWS: fields[Field.NUM_NEW_ROWS] * size,
@@ -164,7 +164,9 @@ def test_tensors_are_aligned_without_overlap(dtype: torch.dtype) -> None:
     targets, modules = everything()
     adapter = prepare(GivenAdapter(modules, VOCAB + 3), targets, dtype, ALONE)
     pieces = extents(adapter, targets)
-    assert len(pieces) == 2 * 6 + 4 + 2  # embedding and head have no shift, linear has no rows, norm has two vectors
+    assert (
+        len(pieces) == 2 * 6 + 4 + 2
+    )  # embedding and head have no output bias, linear has no rows, norm has two vectors
     for start, _ in pieces:
         assert start * dtype.itemsize % UNIT_BYTES == 0
     stops = [0, *(stop for _, stop in pieces)]
@@ -237,7 +239,7 @@ def test_factors_are_transposed_for_all_shapes(rank: int) -> None:
     assert torch.equal(found.piece(Field.B, rank, SIZE), b.t())
 
 
-# --- factors and shifts
+# --- output scales and output biases
 
 
 @pytest.fixture(params=[4, 1024], ids=["in pieces", "at once"])
@@ -248,40 +250,40 @@ def norm_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("bias", [None, BIAS * 3 - 1], ids=["base bias", "own bias"])
 @pytest.mark.parametrize("group", [ALONE, *TWO_RANKS], ids=["whole", "first", "second"])
 @pytest.mark.usefixtures("norm_rows")
-def test_dora_becomes_factor_and_bias_shift(group: FakeGroup, bias: torch.Tensor | None) -> None:
+def test_dora_becomes_output_scale_and_bias(group: FakeGroup, bias: torch.Tensor | None) -> None:
     target, weights = make_target(TargetKind.LINEAR, group), replace(factors(TargetKind.LINEAR, dora=True), bias=bias)
     found = Prepared(weights, target, group=group)
     delta = SCALE * present(weights.lora_b) @ present(weights.lora_a)
     factor = present(weights.magnitude) / (BASE + delta).norm(dim=1)
     shift = (BIAS if bias is None else bias) - BIAS * factor
     size = target.outputs.size
-    torch.testing.assert_close(found.piece(Field.FACTOR, size), target.outputs.select(factor, 0))
-    torch.testing.assert_close(found.piece(Field.SHIFT, size), target.outputs.select(shift, 0))
+    torch.testing.assert_close(found.piece(Field.OUTPUT_SCALE, size), target.outputs.select(factor, 0))
+    torch.testing.assert_close(found.piece(Field.OUTPUT_BIAS, size), target.outputs.select(shift, 0))
 
 
-def test_bias_becomes_shift() -> None:
+def test_bias_becomes_output_bias() -> None:
     new, added, target = normal(VOCAB, seed=6), normal(VOCAB, seed=7), make_target(TargetKind.LINEAR)
     alone = Prepared(ModuleWeights(bias=new), target)
-    assert alone.present() == {Field.SHIFT}
-    torch.testing.assert_close(alone.piece(Field.SHIFT, VOCAB), new - BIAS)
+    assert alone.present() == {Field.OUTPUT_BIAS}
+    torch.testing.assert_close(alone.piece(Field.OUTPUT_BIAS, VOCAB), new - BIAS)
     low_rank = Prepared(replace(factors(TargetKind.LINEAR), lora_bias=added), replace(target, bias=None))
-    torch.testing.assert_close(low_rank.piece(Field.SHIFT, VOCAB), added * SCALE)
+    torch.testing.assert_close(low_rank.piece(Field.OUTPUT_BIAS, VOCAB), added * SCALE)
     both = Prepared(replace(factors(TargetKind.LINEAR), lora_bias=added, bias=new), target)
-    torch.testing.assert_close(both.piece(Field.SHIFT, VOCAB), new - BIAS + added * SCALE)
+    torch.testing.assert_close(both.piece(Field.OUTPUT_BIAS, VOCAB), new - BIAS + added * SCALE)
 
 
-def test_only_one_rank_adds_shift() -> None:
+def test_only_one_rank_adds_output_bias() -> None:
     target = replace(make_target(TargetKind.LINEAR), bias=None, adds_bias=False)
     weights = replace(factors(TargetKind.LINEAR), bias=BIAS, lora_bias=BIAS)
     assert Prepared(weights, target).present() == {Field.A, Field.B}
 
 
 @pytest.mark.parametrize("bias", [None, BASE[3]], ids=["base bias", "own bias"])
-def test_norm_weight_becomes_factor(bias: torch.Tensor | None) -> None:
+def test_norm_weight_becomes_output_scale(bias: torch.Tensor | None) -> None:
     found = Prepared(ModuleWeights(weight=BASE[2], bias=bias), make_target(TargetKind.NORM))
-    assert found.present() == {Field.FACTOR, Field.SHIFT}
+    assert found.present() == {Field.OUTPUT_SCALE, Field.OUTPUT_BIAS}
     x = normal(SIZE, seed=6)
-    adapted = (x * BASE[0] + BASE[1]) * found.piece(Field.FACTOR, SIZE) + found.piece(Field.SHIFT, SIZE)
+    adapted = (x * BASE[0] + BASE[1]) * found.piece(Field.OUTPUT_SCALE, SIZE) + found.piece(Field.OUTPUT_BIAS, SIZE)
     torch.testing.assert_close(adapted, x * BASE[2] + (BASE[1] if bias is None else bias), rtol=1e-5, atol=1e-5)
 
 
@@ -311,12 +313,12 @@ def with_vocabulary(name: str, kind: TargetKind, *, low_rank: bool, dora: bool) 
 @pytest.mark.parametrize("kind", [TargetKind.HEAD, TargetKind.EMBEDDING])
 @pytest.mark.parametrize("name", VOCABULARIES)
 @pytest.mark.usefixtures("norm_rows")
-def test_dora_on_embedding_and_head(name: str, kind: TargetKind) -> None:
+def test_dora_scales_embedding_and_head(name: str, kind: TargetKind) -> None:
     weights, vocab_size = with_vocabulary(name, kind, low_rank=True, dora=True)
     found = Prepared(weights, make_target(kind))
     norms = merged_rows(BASE, replace(weights, magnitude=None), kind).norm(dim=0 if kind is TargetKind.EMBEDDING else 1)
     size = SIZE if kind is TargetKind.EMBEDDING else VOCAB
-    torch.testing.assert_close(found.piece(Field.FACTOR, size), (weights.magnitude / norms)[:size])
+    torch.testing.assert_close(found.piece(Field.OUTPUT_SCALE, size), (weights.magnitude / norms)[:size])
     assert found.fields[Field.NUM_NEW_ROWS] == vocab_size - VOCAB
     if vocab_size > VOCAB:
         expected = merged_rows(BASE, weights, kind)[VOCAB:]
@@ -454,8 +456,8 @@ def run_row_linear(group: ProcessGroup, x: torch.Tensor, adapters: list[ModuleWe
     return out
 
 
-def test_dora_on_row_parallel_linear(ranks: RankPool) -> None:
-    """Norms need a sum over ranks, and only one rank adds the shift."""
+def test_row_parallel_dora_sums_norms_and_adds_bias_once(ranks: RankPool) -> None:
+    """Norms need a sum over ranks, and only one rank adds the output bias."""
     plain = factors(TargetKind.LINEAR, dora=True)
     own_bias = replace(plain, lora_a=present(plain.lora_a) + 1, bias=BIAS + 2)
     x = normal(16, SIZE, seed=6)

@@ -315,7 +315,7 @@ def test_bias_shape_is_checked_on_every_rank(rank: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("base", "other"), [(LLAMA, GPT2), (GPT2, LLAMA), (NEOX, GPT2), ("opt-pre-norm", LLAMA)])
-def test_adapter_for_other_architecture_is_rejected(base: str, other: str, tmp_path: Path) -> None:
+def test_adapter_for_different_architecture_is_rejected(base: str, other: str, tmp_path: Path) -> None:
     store(tmp_path, {}, base=base)
     with pytest.raises(AdapterError, match=r"'acme/tuned': tensor .* that this base model does not have"):
         use(tmp_path, targets_of(other))
@@ -350,7 +350,7 @@ def test_file_truncated_during_use_raises_error(tmp_path: Path) -> None:
         adapter.load(adapter.modules[-1])
 
 
-def test_file_with_other_stamp_is_rejected(tmp_path: Path) -> None:
+def test_mismatched_file_stamp_is_rejected(tmp_path: Path) -> None:
     path = store(tmp_path) / WEIGHTS_FILE
     config = parse_config(json.loads((tmp_path / CONFIG_FILE).read_text()), "acme/tuned")
     chosen = read_stamp(path)

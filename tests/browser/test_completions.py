@@ -86,7 +86,7 @@ def chat(server: Server, model: str, prompt: str, **more: Any) -> Any:
     return answer.json["choices"][0]
 
 
-def test_prompt_to_base_and_three_adapters(playground: Playground, server: Server) -> None:
+def test_base_model_and_three_adapters_complete_prompt(playground: Playground, server: Server) -> None:
     playground.set(max_tokens="80")
     playground.page.evaluate(WATCH_GROWTH)
     playground.page.evaluate(PACE)
@@ -106,7 +106,7 @@ def test_prompt_to_base_and_three_adapters(playground: Playground, server: Serve
 CLOCK = "(step) => { let now = 0; performance.now = () => (now += step); }"
 
 
-def test_completion_statistics(playground: Playground, server: Server) -> None:
+def test_completion_statistics_are_shown(playground: Playground, server: Server) -> None:
     playground.set(max_tokens="80")
     playground.page.evaluate(CLOCK, 100)  # otherwise all tokens may arrive together
     playground.send_prompt("How fast?", "tiny", "first")
@@ -148,7 +148,7 @@ def test_all_finish_reasons_are_shown(playground: Playground) -> None:
         ("{", "JSON"),
     ],
 )
-def test_stream_split_into_small_chunks(playground: Playground, last: str, error: str) -> None:
+def test_stream_in_small_chunks_is_shown_completely(playground: Playground, last: str, error: str) -> None:
     texts = ["a 🦥", "é\n\ndata: not this", "한"]
     events = [f"data: {json.dumps({'text': text}, ensure_ascii=False)}\n\n" for text in texts]
     body = ":\n\n".join([*events, f"data: {last}\n\n"])
@@ -185,7 +185,7 @@ def probability(token: dict[str, Any]) -> float:
     return 100 * math.exp(token["logprob"])
 
 
-def test_plain_text_mode(playground: Playground, server: Server) -> None:
+def test_plain_text_mode_sends_completion_request(playground: Playground, server: Server) -> None:
     playground.set(mode="text", max_tokens="30")
     playground.send_prompt("Once upon", "second")
     body = {"model": "second", "prompt": "Once upon", "max_tokens": 30, "temperature": 0, "logprobs": 5}
@@ -199,7 +199,7 @@ def test_plain_text_mode(playground: Playground, server: Server) -> None:
 
 
 @pytest.mark.slow
-def test_tint_can_be_disabled(playground: Playground) -> None:
+def test_token_colors_can_be_disabled(playground: Playground) -> None:
     playground.set(max_tokens="60")
     playground.send_prompt("Surprise me", "tiny")
     colours = "[...document.querySelectorAll('.token')].map((token) => getComputedStyle(token).backgroundColor)"
@@ -235,7 +235,7 @@ def test_adapter_is_loaded_by_name(playground: Playground) -> None:
 
 
 @pytest.mark.slow
-def test_unlisted_adapter_is_shown_elsewhere(playground: Playground) -> None:
+def test_loaded_adapter_missing_from_list_is_shown_separately(playground: Playground) -> None:
     nothing: dict[str, Any] = {"data": []}
     playground.page.route("**/v1/adapters?also=team%2Fdeep", lambda route: route.fulfill(json=nothing))
     playground.load("team/deep")

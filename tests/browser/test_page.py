@@ -72,7 +72,7 @@ def test_columns_are_side_by_side_on_wide_screen(playground: Playground) -> None
     assert len({box["x"] for box in boxes if box}) == 3
 
 
-def test_light_and_dark_theme(visit: Visit) -> None:
+def test_page_follows_light_and_dark_theme(visit: Visit) -> None:
     colour = "getComputedStyle(document.body).backgroundColor"
     light, dark = (visit(color_scheme=scheme).open() for scheme in ("light", "dark"))
     seen = light.page.evaluate(colour), dark.page.evaluate(colour)
@@ -109,7 +109,7 @@ def asked(route: Route) -> dict[str, Any]:
     return body
 
 
-def test_keyboard_only_use(playground: Playground) -> None:
+def test_page_is_usable_with_keyboard_only(playground: Playground) -> None:
     keyboard = playground.page.keyboard
     keyboard.press("Tab")
     expect(playground.at(".skip")).to_be_focused()
@@ -349,7 +349,7 @@ def test_filter_queries_server_for_more_adapters(visit: Visit) -> None:
         near.append("newly-named")
 
 
-def test_reconnect_to_different_server(visit: Visit, server: Server) -> None:
+def test_page_reconnects_to_different_server(visit: Visit, server: Server) -> None:
     playground = visit()
     info = server.send("GET", "/info").json | {"max_total_tokens": 64}
     playground.page.route("**/info", lambda route: route.fulfill(json=info), times=1)
@@ -379,7 +379,7 @@ def refuse_chat(route: Route) -> None:
     route.fulfill(status=400, json={"error": {"message": "no", "code": "no_chat_template"}})
 
 
-def test_server_restart_without_chat_template(browser: Browser, folder: Path, tmp_path: Path) -> None:
+def test_page_adapts_to_server_without_chat_template(browser: Browser, folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     for name in ("chat_template.jinja", "tokenizer_config.json"):
         (tmp_path / "model" / name).unlink(missing_ok=True)

@@ -83,6 +83,7 @@ class Server:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     server = Server()
+    server.replies["/health"] = say(200, b"")
     monkeypatch.setenv("LORAX_URL", server.url)
     yield server
     server.close()
@@ -150,7 +151,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    for file in ("pytorch_model.bin", "tokenizer.json"):
+        (tmp_path / file).touch()  # their content is not checked
     return tmp_path
 
 
@@ -198,11 +201,11 @@ def test_device_probe_detects_cuda(capsys: pytest.CaptureFixture[str]) -> None:
     ("argv", "code", "message"),
     [
         (["serve", "--revision", "main"], 2, "lorax: --model-id is missing"),
-        (["serve", "--model-id", "/no/model"], 2, "lorax: model '/no/model': there is no such folder"),
+        (["serve", "--model-id", "/no/model"], 2, "lorax: model '/no/model': there is no such file or folder"),
         (["serve", "--model-id", "/no/model", "--port", "99999"], 2, "lorax: --port = 99999 must be"),
         (["serve", "--model-id", "/no/model", "--playground-examples", "/no/file"], 2, "cannot read the examples file"),
         (["serve", "--model-id", "/no/model", "--keys-file", "/no/file"], 2, "/no/file"),
-        (["sreve"], 2, "lorax: unknown command 'sreve'; use one of serve, generate"),
+        (["sreve"], 2, "lorax: unknown command 'sreve'; did you mean `lorax serve`?"),
         (["--verbose"], 2, "lorax: '--verbose' is not a known flag"),
         (["generate"], 2, "lorax: the following arguments are required: PROMPT"),
         (["generate", "x", "--temperature", "hot"], 2, "argument --temperature: invalid float value"),
@@ -232,7 +235,7 @@ def test_errors_are_printed_on_one_line(
 @pytest.mark.parametrize(
     ("error", "code"), [(EngineError("it\nfailed"), 1), (KeyboardInterrupt(), 130), (SystemExit(3), 3)]
 )
-def test_serve_exit_codes(
+def test_serve_exit_codes_distinguish_errors(
     error: BaseException, code: int, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(_: ServerConfig) -> int:
@@ -283,7 +286,8 @@ def test_download_weights_prints_model_folder(
 ) -> None:
     asked: list[Any] = []
 
-    def find_model(*arguments: Any) -> Path:
+    def find_model(*arguments: Any, check: Callable[[Path], None]) -> Path:
+        check(model)
         asked.append(arguments)
         return model
 
@@ -304,6 +308,54 @@ def test_download_includes_adapter(model: Path, tmp_path: Path, capsys: pytest.C
     assert main(["download-weights", str(model), *flags]) == 0
 
 
+# --- other names of commands
+
+
+@pytest.mark.parametrize("alias", ["list", "ls", "ps"])
+def test_aliases_list_adapters(server: Server, alias: str, capsys: pytest.CaptureFixture[str]) -> None:
+    server.replies["/v1/adapters"] = say(200, LISTED)
+    assert main([alias, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == LISTED
+
+
+@pytest.mark.parametrize("argv", [["help"], ["--help"], []])
+def test_help_lists_all_commands(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n  {name} " in shown for name in cli.COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("argv", "usage"),
+    [
+        (["help", "pull"], "usage: lorax download MODEL_ID"),
+        (["start", "--help"], "usage: lorax serve"),
+        (["help", "chat"], "usage: lorax chat"),
+        (["version"], "lorax_server "),
+    ],
+)
+def test_aliases_show_help(argv: list[str], usage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 0
+    assert capsys.readouterr().out.startswith(usage)
+
+
+@pytest.mark.parametrize(
+    ("argv", "hint"),
+    [
+        (["run", "llama"], "unknown command 'run'; `lorax serve --model-id MODEL` starts a server, and `lorax chat`"),
+        (["stop"], "press Ctrl+C in the terminal of `lorax serve`"),
+        (["load", "poet"], "use `lorax adapters load|unload|pin|unpin NAME`"),
+        (["dowload"], "did you mean `lorax download`?"),
+        (["quantize-model"], "use one of serve, chat, generate"),
+        (["serve", "owner/model"], "unexpected argument 'owner/model'; use --model-id owner/model"),
+        (["generate", "Write", "a", "haiku"], "unexpected argument 'a'; put quotes around the prompt"),
+    ],
+)
+def test_guesses_get_hint(argv: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 2
+    assert hint in capsys.readouterr().err
+
+
 # --- generate
 
 
@@ -312,7 +364,7 @@ def test_generate_prints_streamed_tokens(server: Server, capsys: pytest.CaptureF
     server.replies["/generate_stream"] = answer("Hello", ", ", f"wörld{separators}")
     chosen = ["--adapter", "poet", "--adapter-source", "local", "--temperature", "0.5", "--seed", "7"]
     argv = [*chosen, "--max-new-tokens", "5", "--stop", "a", "--stop", "b"]
-    assert main(["generate", "Hi", *argv, "--details"]) == 0
+    assert main(["generate", "--raw", "Hi", *argv, "--details"]) == 0
     shown = capsys.readouterr()
     assert shown.out == f"Hello, wörld{separators}\n"
     assert shown.err.startswith("finish_reason eos_token, prompt_tokens 3, generated_tokens 4, seed None, first token")
@@ -344,14 +396,14 @@ def test_generate_prints_streamed_tokens(server: Server, capsys: pytest.CaptureF
 )
 def test_generate_sends_sampling_parameters(server: Server, argv: list[str], expected: dict[str, Any]) -> None:
     server.replies["/generate_stream"] = answer("x")
-    assert main(["generate", "Hi", *argv]) == 0
+    assert main(["generate", "--raw", "Hi", *argv]) == 0
     assert server.bodies("/generate_stream")[0]["parameters"] == {"stop": [], "details": False, **expected}
 
 
 def test_generate_can_disable_streaming(server: Server, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     server.replies["/generate"] = lambda _: (200, {"generated_text": " blue", "details": {"generated_tokens": 1}})
     monkeypatch.setattr(sys, "stdin", io.StringIO("The sky is"))
-    assert main(["generate", "-", "--no-stream", "--details", "--api-key", "secret"]) == 0
+    assert main(["generate", "--raw", "-", "--no-stream", "--details", "--api-key", "secret"]) == 0
     shown = capsys.readouterr()
     assert shown.out == " blue\n"
     assert "generated_tokens 1" in shown.err
@@ -362,7 +414,7 @@ def test_generate_can_disable_streaming(server: Server, monkeypatch: pytest.Monk
 def test_control_characters_are_removed_for_terminals(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     server.replies["/generate_stream"] = answer(f"a{FORBIDDEN}b\n")
     monkeypatch.setattr(sys, "stdout", terminal := Terminal())
-    assert main(["generate", "Hi"]) == 0
+    assert main(["generate", "--raw", "Hi"]) == 0
     assert terminal.getvalue() == "a]0;hackedb\n\n"
 
 
@@ -372,7 +424,7 @@ def test_unencodable_characters_are_replaced(server: Server, monkeypatch: pytest
     )
     shown = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, "ascii"))
-    assert main(["generate", "not \udcff utf-8"]) == 0
+    assert main(["generate", "--raw", "not \udcff utf-8"]) == 0
     assert shown.getvalue() == b"??\n"
 
 
@@ -399,7 +451,7 @@ def test_server_errors_are_printed_on_one_line(
     server: Server, reply: Any, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.replies["/generate_stream"] = lambda _: iter(reply) if isinstance(reply, list) else reply
-    assert main(["generate", "Hi"]) == 1
+    assert main(["generate", "--raw", "Hi"]) == 1
     shown = capsys.readouterr().err
     assert message in shown
     assert shown.count("\n") == 1
@@ -413,7 +465,7 @@ def test_silent_server_times_out(server: Server, capsys: pytest.CaptureFixture[s
         yield b""
 
     server.replies["/generate_stream"] = wait
-    assert main(["generate", "Hi", "--timeout", "0.05"]) == 1
+    assert main(["generate", "--raw", "Hi", "--timeout", "0.05"]) == 1
     said.set()
     assert "sent no data for 0.05 s" in capsys.readouterr().err
 
@@ -421,16 +473,80 @@ def test_silent_server_times_out(server: Server, capsys: pytest.CaptureFixture[s
 def test_too_long_event_is_rejected(server: Server, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(cli_http, "MAX_EVENT_BYTES", 1000)
     server.replies["/generate_stream"] = lambda _: (b"data: aaaaaaaa" for _ in iter(int, 1))
-    assert main(["generate", "Hi"]) == 1
+    assert main(["generate", "--raw", "Hi"]) == 1
     assert "an event that is too long" in capsys.readouterr().err
     assert server.is_gone.wait(WAIT_TIMEOUT_S)
 
 
 def test_broken_output_pipe_is_handled(server: Server) -> None:
     server.replies["/generate_stream"] = answer(*["word "] * 20_000)
-    command = f"{sys.executable} -m lorax_server.cli generate Hi --url {server.url} | head -c 4"
+    command = f"{sys.executable} -m lorax_server.cli generate --raw Hi --url {server.url} | head -c 4"
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr, done.returncode) == ("word", "", 1)
+
+
+CHAT = "/v1/chat/completions"
+USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+
+
+def test_generate_sends_prompt_as_chat_message(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    last = event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "usage": USAGE})
+    server.replies[CHAT] = lambda _: iter([chunk("Hello"), chunk("!"), last, b"data: [DONE]\n\n"])
+    flags = ["--adapter", "poet", "--adapter-source", "local", "--system", "Be.", "--max-new-tokens", "5"]
+    assert main(["generate", "Hi", *flags, "--stop", "a", "--seed", "7", "--details"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "Hello!\n"
+    assert shown.err.startswith("finish_reason stop, prompt_tokens 3, generated_tokens 2, seed None, first token after")
+    messages = [{"role": "system", "content": "Be."}, {"role": "user", "content": "Hi"}]
+    expected = {"model": "poet", "adapter_source": "local", "messages": messages, "max_tokens": 5, "stop": ["a"]}
+    assert server.bodies(CHAT) == [expected | {"seed": 7, "temperature": 0, "stream": True}]
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ([], {"temperature": 0}),
+        (["--temperature", "0.5"], {"temperature": 0.5}),
+        (["--top-p", "0.5"], {"top_p": 0.5}),
+        (["--temperature", "0", "--top-k", "5"], {"temperature": 0, "top_k": 5}),
+    ],
+)
+def test_generate_is_greedy_in_chats_without_sampling_flags(
+    server: Server, argv: list[str], expected: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = {"role": "assistant", "content": "Yes."}
+    server.replies[CHAT] = say(200, {"choices": [{"message": message, "finish_reason": "stop"}], "usage": USAGE})
+    assert main(["generate", "Hi", "--no-stream", "--details", *argv]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "Yes.\n"
+    assert "first token" not in shown.err
+    assert server.bodies(CHAT) == [{"model": "", "messages": [{"role": "user", "content": "Hi"}], **expected}]
+
+
+def test_generate_completes_text_without_chat_template(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    problem = {
+        "message": "the model has no chat template",
+        "type": "x",
+        "param": "messages",
+        "code": "no_chat_template",
+    }
+    server.replies[CHAT] = say(400, {"error": problem})
+    server.replies["/generate_stream"] = answer(" blue")
+    assert main(["generate", "The sky is", "--adapter", "poet"]) == 0
+    assert capsys.readouterr().out == " blue\n"
+    (body,) = server.bodies("/generate_stream")
+    assert (body["inputs"], body["parameters"]["adapter_id"]) == ("The sky is", "poet")
+    assert main(["generate", "The sky is", "--system", "Be."]) == 1
+    assert "the model has no chat template" in capsys.readouterr().err
+    assert main(["generate", "The sky is", "--system", "Be.", "--raw"]) == 2
+    assert "leave out --raw" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("body", [[], {}, {"choices": []}, {"choices": [5]}, {"choices": [{"message": None}]}])
+def test_generate_rejects_invalid_chat_response(server: Server, body: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    server.replies[CHAT] = say(200, body)
+    assert main(["generate", "Hi", "--no-stream"]) == 1
+    assert "the server's response has no choices" in capsys.readouterr().err
 
 
 # --- chat
@@ -547,6 +663,15 @@ def test_adapter_list_is_printed_as_table(server: Server, capsys: pytest.Capture
     assert capsys.readouterr().out == "no adapters\n"
 
 
+def test_adapter_errors_are_printed_below_table(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    listed = [{"id": "poet", "error": None}, {"id": "bad", "state": "failed", "error": f"has no\nweights{FORBIDDEN}"}]
+    server.replies["/v1/adapters"] = say(200, {"data": listed})
+    assert main(["ps"]) == 0
+    head, _, _, *errors = capsys.readouterr().out.splitlines()
+    assert head.startswith("id ")
+    assert errors == ["bad: has no weights]0;hacked"]
+
+
 def test_adapter_list_joins_pages(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     pages = {"": ("a b", "name:b"), "?after=name%3Ab": ("c", "hash:"), "?after=hash%3A": ("d", None)}
     for query, (names, following) in pages.items():
@@ -558,16 +683,6 @@ def test_adapter_list_joins_pages(server: Server, capsys: pytest.CaptureFixture[
     assert main(["adapters", "--json"]) == 0
     whole = json.loads(capsys.readouterr().out)
     assert ([each["id"] for each in whole["data"]], whole["has_more"], whole["next"]) == (list("abcd"), False, None)
-
-
-@pytest.mark.parametrize("following", [("b", "b"), ("b", "c", "b")])
-def test_repeated_adapter_page_is_an_error(
-    server: Server, following: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    for query, mark in zip(("", *(f"?after={mark}" for mark in following)), following, strict=False):
-        server.replies[f"/v1/adapters{query}"] = say(200, {"data": [], "next": mark})
-    assert main(["adapters"]) == 1
-    assert "adapter list repeats the page after 'b'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("answer", [[], {}, {"data": 5}, {"data": [5]}, "x"])
@@ -642,9 +757,19 @@ def test_bench_counts_failures(server: Server, capsys: pytest.CaptureFixture[str
     }
 
 
-def test_bench_fails_without_server(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_without_server_prints_no_figures(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--requests", "2", "--url", "http://127.0.0.1:9"]) == 1
-    assert "failed 2 times: cannot connect to a server" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("lorax: cannot connect to a server at http://127.0.0.1:9; start one with `lorax serve`")
+
+
+def test_bench_prints_no_figures_if_all_requests_fail(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    server.replies["/generate_stream"] = say(404, {"error": "no adapter 'poet'"})
+    assert main(["bench", "--requests", "2", "--adapter", "poet"]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err == "lorax: all 2 requests failed: the server responded with status 404: no adapter 'poet'\n"
 
 
 def test_unwritable_json_file_is_an_error(server: Server, capsys: pytest.CaptureFixture[str]) -> None:

@@ -99,10 +99,21 @@ def test_value_kinds_follow_field_types(name: str, kind: str) -> None:
 
 
 def test_flag_names_and_variables_are_unique() -> None:
-    names = [flag.name for flag in FLAGS]
+    names = [name for flag in FLAGS for name in (flag.name, *flag.aliases)]
     variables = [name for flag in FLAGS for name in flag.variables]
     assert len(set(names)) == len(names)
     assert len(set(variables)) == len(variables)
+
+
+@pytest.mark.parametrize(
+    ("flag", "alias"), [(flag, alias) for flag in FLAGS for alias in flag.aliases], ids=lambda value: str(value)[:40]
+)
+def test_earlier_flag_names_are_accepted(flag: Flag, alias: str) -> None:
+    expected = read(f"{flag.name} 3").values
+    assert (
+        read(f"{alias} 3").values == read("", {f"LORAX_{alias[2:].upper().replace('-', '_')}": "3"}).values == expected
+    )
+    assert alias not in build_parser("serve").format_help()
 
 
 @pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
@@ -238,9 +249,9 @@ def test_repeated_flags_form_list() -> None:
         ("--watermark-gamma 0.25", {}, "--watermark-gamma = 0.25 cannot be changed"),
         ("", {"ROPE_SCALING": "linear"}, "ROPE_SCALING: set rope scaling in the model's config.json"),
         (
-            "--max-batch-prefill-tokens 3 --max-rows 4",
+            "--max-batch-prefill-tokens 3 --max-num-seqs 4",
             {},
-            "--max-batch-prefill-tokens = 3 must be at least --max-rows = 4",
+            "--max-batch-prefill-tokens = 3 must be at least --max-num-seqs = 4",
         ),
         ("--max-input-length 8 --max-total-tokens 8", {}, "--max-input-length = 8 must be less than the 8 tokens"),
         ("--cors-allow-credentials", {}, "requires --cors-allow-origin"),
@@ -249,12 +260,16 @@ def test_repeated_flags_form_list() -> None:
         ("--allowed-host api.example.com:80", {}, "--allowed-host 'api.example.com:80' must be a name"),
         ("--max-connections 0", {}, "--max-connections = 0 must be at least 1"),
         ("--adapter-memory-fraction 1.5", {}, "--adapter-memory-fraction = 1.5 must be"),
-        ("--adapter-memory-fraction 0.1 --adapter-bytes 1G", {}, "not both"),
-        ("--cache-bytes 1G", {"MAX_BATCH_TOTAL_TOKENS": "5"}, "or the environment variable MAX_BATCH_TOTAL_TOKENS = 5"),
+        ("--adapter-memory-fraction 0.1 --adapter-bytes 1G", {}, "--adapter-memory-fraction = 0.1 cannot both be set"),
+        (
+            "--cache-bytes 1G",
+            {"MAX_BATCH_TOTAL_TOKENS": "5"},
+            "and the environment variable MAX_BATCH_TOTAL_TOKENS = 5 cannot",
+        ),
         ("--modle-id x", {}, "'--modle-id' is not a known flag; did you mean --model-id?"),
         ("--model x", {}, "'--model' is not a known flag"),
         ("--port", {}, "expected one argument"),
-        ("something", {}, "'something' is not a known flag"),
+        ("something", {}, "unexpected argument 'something'; use --model-id something"),
     ],
 )
 def test_invalid_values_are_rejected(line: str, environ: dict[str, str], message: str) -> None:

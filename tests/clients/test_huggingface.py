@@ -43,12 +43,12 @@ def test_streamed_text_matches_plain_request(native: InferenceClient, question: 
     assert events[-1].generated_text == question.completion.text
 
 
-def test_text_without_details(native: InferenceClient, short: Question) -> None:
+def test_text_without_details_matches_plain_request(native: InferenceClient, short: Question) -> None:
     texts = list(native.text_generation(**asked_of(short), stream=True))
     assert native.text_generation(**asked_of(short)) == "".join(texts).removesuffix(END) == short.completion.text
 
 
-def test_async_text(server: Server, short: Question) -> None:
+def test_async_text_matches_plain_request(server: Server, short: Question) -> None:
     async def send_requests() -> tuple[str, list[str]]:
         async with AsyncInferenceClient(server.url) as client:
             stream = await client.text_generation(**asked_of(short), stream=True)

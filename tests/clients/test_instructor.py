@@ -32,7 +32,7 @@ def test_streamed_chat_matches_plain_request(client: Any, question: Question) ->
     assert "".join(texts) == question.chat.text
 
 
-def test_client_from_provider_name(server: Server, short: Question) -> None:
+def test_client_can_be_created_from_provider_name(server: Server, short: Question) -> None:
     client = instructor.from_provider(f"openai/{short.model}", base_url=server.v1, api_key="none")
     answer: Any = client.create(messages=short.messages, **TEXT)
     assert answer.choices[0].message.content == short.chat.text

@@ -46,7 +46,7 @@ def test_batch_matches_plain_requests(server: Server, short: Question) -> None:
     assert [reply_of(answer) for answer in answers] == [short.chat] * 3
 
 
-def test_completion_with_and_without_streaming(server: Server, question: Question) -> None:
+def test_streamed_completion_matches_completion(server: Server, question: Question) -> None:
     model = OpenAI(model=question.model, base_url=server.v1, max_tokens=LENGTH, **OPTIONS)
     assert model.invoke(PROMPT) == "".join(model.stream(PROMPT)) == question.completion.text
 

@@ -53,7 +53,7 @@ def test_async_chats_match_plain_request(server: Server, short: Question) -> Non
     assert reply_of(answer.choices[0].message.content, answer.usage) == join(chunks) == short.chat
 
 
-def test_completion_with_and_without_streaming(server: Server, question: Question) -> None:
+def test_streamed_completion_matches_completion(server: Server, question: Question) -> None:
     asked = {**reach(server, "text-completion-openai", question.model), "prompt": PROMPT}
     answer = litellm.text_completion(**asked)
     assert reply_of(answer.choices[0].text, answer.usage) == question.completion

@@ -50,7 +50,7 @@ def test_async_chats_match_plain_request(server: Server, short: Question) -> Non
     assert whole == "".join(pieces) == short.chat.text
 
 
-def test_completion_with_and_without_streaming(server: Server, question: Question) -> None:
+def test_streamed_completion_matches_completion(server: Server, question: Question) -> None:
     model = reach(server, question.model, is_chat_model=False)
     answer = model.complete(PROMPT)
     assert reply_of(answer.text, answer.raw) == question.completion

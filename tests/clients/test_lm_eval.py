@@ -66,7 +66,7 @@ def score_plainly(server: Server, question: Question, choice: str) -> float:
     return sum(scores[question.completion.prompt_tokens :])
 
 
-def test_generation_and_multiple_choice_tasks(server: Server, question: Question) -> None:
+def test_generation_and_multiple_choice_tasks_run(server: Server, question: Question) -> None:
     results, answers = evaluate(server, question.model, WRITE, CHOOSE)
     assert answers["write"] == [question.completion.text]
     assert results["write"]["exact_match,none"] == (question.model == "sql")

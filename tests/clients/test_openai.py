@@ -55,19 +55,19 @@ def test_stream_helper_matches_plain_request(client: openai.OpenAI, short: Quest
     assert "".join(deltas) == answer.choices[0].message.content == short.chat.text
 
 
-def test_completion(client: openai.OpenAI, question: Question) -> None:
+def test_completion_matches_plain_request(client: openai.OpenAI, question: Question) -> None:
     answer = client.completions.create(model=question.model, prompt=PROMPT, **GREEDY)
     assert reply_of(answer.choices[0].text, answer.usage) == question.completion
 
 
-def test_streamed_completion(client: openai.OpenAI, question: Question) -> None:
+def test_streamed_completion_matches_plain_request(client: openai.OpenAI, question: Question) -> None:
     chunks = list(client.completions.create(model=question.model, prompt=PROMPT, **GREEDY, **WITH_USAGE))
     assert reply_of("".join(chunk.choices[0].text for chunk in chunks if chunk.choices), chunks[-1].usage) == (
         question.completion
     )
 
 
-def test_concurrent_requests_to_all_models(server: Server, questions: dict[str, Question]) -> None:
+def test_concurrent_requests_to_all_models_match_plain_requests(server: Server, questions: dict[str, Question]) -> None:
     """Run requests with and without streaming for all models concurrently."""
 
     async def whole(client: openai.AsyncOpenAI, each_question: Question) -> Reply:

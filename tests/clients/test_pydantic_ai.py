@@ -26,7 +26,7 @@ def test_run_matches_plain_chat(server: Server, question: Question) -> None:
     assert reply_of(result.output, result.usage) == question.chat
 
 
-def test_streamed_run(server: Server, question: Question) -> None:
+def test_streamed_run_matches_run(server: Server, question: Question) -> None:
     async def run() -> tuple[list[str], Any]:
         async with make_agent(server, question.model).run_stream(PROMPT) as result:
             return [text async for text in result.stream_text(delta=True, debounce_by=None)], result.usage

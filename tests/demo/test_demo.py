@@ -20,6 +20,7 @@ from demo.skills import NOTHING_TO_DO, SKILLS, Item, answer_small_talk, cut_shor
 from lorax_server.cli.demo import NAME
 from lorax_server.process_tuning import MIMALLOC_PURGE_DELAY, PURGE_DELAY_MS
 from tests.demo.server import FOLDER, Demo, read_examples, serving_demo
+from tests.processes import has_role
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -82,7 +83,7 @@ def test_mixed_batch_matches_with_adapter_eviction(items: list[Item], alone: dic
 
 def test_engine_reuses_step_memory(demo: Demo) -> None:
     children = psutil.Process(demo.process_id).children()
-    (engine,) = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+    (engine,) = [child for child in children if has_role(child, "engine")]
     assert engine.environ()[MIMALLOC_PURGE_DELAY] == os.environ.get(MIMALLOC_PURGE_DELAY, str(PURGE_DELAY_MS))
 
 
@@ -126,17 +127,18 @@ def test_printed_commands_work(demo: Demo) -> None:
     commands = [part.strip() for part in shown.split("\n\n") if part.strip()]
     assert len(commands) == 3
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    prompt, environ = read_examples()[0]["prompt"], {**os.environ, "PATH": path}
     outputs = [
         subprocess.run(
-            command, shell=True, capture_output=True, text=True, check=True, env={**os.environ, "PATH": path}
-        )
+            command, input=f"{prompt}\n", shell=True, capture_output=True, text=True, check=True, env=environ
+        )  # `lorax chat` reads standard input
         for command in commands
     ]
     sentiment, fields, query = (done.stdout.strip() for done in outputs)
     assert sentiment == "positive"
     assert json.loads(fields)["town"] == "Spigford"
     assert json.loads(query)["choices"][0]["message"]["content"].startswith("SELECT price FROM orders WHERE person")
-    assert shlex.split(commands[0])[-1] == read_examples()[0]["prompt"]
+    assert shlex.split(commands[0])[-1] == prompt
 
 
 def test_unknown_adapter_is_rejected_immediately(demo: Demo) -> None:

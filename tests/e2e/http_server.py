@@ -17,6 +17,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
@@ -26,6 +27,7 @@ from tests.e2e.command import FORKED_PREFIX
 from tests.models.tiny import SERVED
 from tests.parity.test_engine import write_adapter
 from tests.parity.variants import VARIANTS
+from tests.processes import has_role
 from tests.text.tokenizers import byte_level
 
 ROOT = Path(__file__).parent.parent.parent
@@ -157,9 +159,8 @@ class Server:
         forked = [line for line in self.log if line.startswith(FORKED_PREFIX)]
         if forked:
             return int(forked[-1].removeprefix(FORKED_PREFIX))
-        listed = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        children = [int(child) for file in listed for child in file.read_text().split()]
-        (engine,) = [child for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+        children = psutil.Process(self.process.pid).children()
+        (engine,) = [int(child.pid) for child in children if has_role(child, "engine")]
         return engine
 
     def stop(self, timeout_s: float = 60) -> int:

@@ -12,7 +12,10 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.e2e.http_server import Server
+from tests.processes import has_role
 
 WAIT_TIMEOUT_S = 240  # maximum wait before a test fails
 NATIVE, COMPLETIONS, CHAT = "/generate_stream", "/v1/completions", "/v1/chat/completions"
@@ -153,12 +156,9 @@ def count_logged(server: Server, request_id: str) -> int:
 
 def children(pid: int) -> dict[str, int]:
     """Return the child process IDs by name: engine, sandbox, resource tracker."""
-    kinds = {"engine": b"spawn_main", "sandbox": b"lorax_server.sandbox.worker", "tracker": b"resource_tracker"}
     found: dict[str, int] = {}
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):  # one file per thread
-        for child in path.read_text().split():
-            command = Path(f"/proc/{child}/cmdline").read_bytes()
-            found |= {kind: int(child) for kind, mark in kinds.items() if mark in command}
+    for child in psutil.Process(pid).children():
+        found |= {role: child.pid for role in ("engine", "sandbox", "tracker") if has_role(child, role)}
     return found
 
 

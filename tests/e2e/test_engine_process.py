@@ -63,7 +63,7 @@ def make_config(folder: Path, name: str = "llama-gqa", ranks: int = 1, **setting
         sources=SourceConfig((folder,)),
         **{
             "block_size": BLOCK_SIZE,
-            "max_rows": 4,
+            "max_num_seqs": 4,
             "max_step_tokens": 12,
             "max_length": 48,
             "cache_bytes": NUM_BLOCKS * block_bytes,
@@ -177,7 +177,7 @@ QUICK = (("llama-gqa", 2),)
 def test_batched_requests_match_single_requests(name: str, ranks: int, tmp_path: Path) -> None:
     oracles = write_models(name, tmp_path)
     adapter_bytes = UNIT_BYTES * max(adapter_units(name, tmp_path, ranks))  # for one at a time
-    config = make_config(tmp_path, name, ranks, adapter_bytes=adapter_bytes, adapter_patience_s=0.0)
+    config = make_config(tmp_path, name, ranks, adapter_bytes=adapter_bytes, adapter_eviction_delay_s=0.0)
     status = check_concurrent_requests(config, oracles)
     assert status.preemptions > 0
     assert status.chunks > 0

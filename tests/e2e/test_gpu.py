@@ -42,10 +42,12 @@ def test_engine_uses_available_gpu_memory(tmp_path: Path) -> None:
     assert status.adapters_on_device == len(RANKS)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_too_little_gpu_memory_is_rejected(depth: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+def test_too_little_gpu_memory_is_rejected(max_steps_in_flight: int, tmp_path: Path) -> None:
     oracles = write_models("llama-gqa", tmp_path)
-    config = make_config(tmp_path, depth=depth, adapter_bytes=18_000, adapter_patience_s=0.0)  # for one at a time
+    config = make_config(
+        tmp_path, max_steps_in_flight=max_steps_in_flight, adapter_bytes=18_000, adapter_eviction_delay_s=0.0
+    )  # for one at a time
     status = check_concurrent_requests(on_gpu(config), oracles)
     assert status.preemptions > 0
     assert status.chunks > 0

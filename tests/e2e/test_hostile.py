@@ -38,6 +38,7 @@ from tests.e2e.hostile_cases import (
 from tests.e2e.hostile_client import TIMEOUT_S, HttpResponse, connect, exchange, post, read, request
 from tests.e2e.http_server import Server, serving, write_model
 from tests.grids import some_fast
+from tests.processes import has_role
 
 BODY_TIMEOUT_S = 6.0
 MAX_MEMORY_GROWTH_BYTES = 300 * 2**20  # over all processes; allocators retain some memory after large requests
@@ -75,7 +76,7 @@ def _memory_bytes(process: psutil.Process) -> int:
 def _permanent_children(process: psutil.Process) -> list[psutil.Process]:
     """Return child processes, except sandboxes, which start on demand."""
     children = process.children(recursive=True)
-    return [child for child in children if "lorax_server.sandbox.worker" not in child.cmdline()]
+    return [child for child in children if not has_role(child, "sandbox")]
 
 
 @pytest.fixture(autouse=True)

@@ -291,7 +291,10 @@ def test_first_validation_error_is_reported(server: Server) -> None:
         ({"temperature": "hot"}, "parameters.temperature"),
         ({"max_new_tokens": 10.5}, "parameters.max_new_tokens"),
         ({"stop": [""]}, "stop"),
-        ({"response_format": {"type": "xml"}}, "`response_format` 'xml' is not known here"),
+        (
+            {"response_format": {"type": "xml"}},
+            "`response_format.type` must be 'text', 'json_object' or 'json_schema' (got 'xml')",
+        ),
     ],
     ids=str,
 )

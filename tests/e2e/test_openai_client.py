@@ -349,7 +349,10 @@ TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": {"ty
     [
         ({"tools": [TOOL]}, "`tools`: the model's chat template does not render tools"),
         ({"tools": [TOOL], "stream": True}, "`tools`: the model's chat template does not render tools"),
-        ({"response_format": {"type": "xml"}}, "`response_format` 'xml' is not known here"),
+        (
+            {"response_format": {"type": "xml"}},
+            "`response_format.type` must be 'text', 'json_object' or 'json_schema' (got 'xml')",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]}, "image_url"),
         ({"temperature": 2.5}, "`temperature` must be >= 0 and <= 2"),
         ({"top_p": 0.0}, "top_p"),

@@ -156,6 +156,18 @@ def test_model_name_spellings(server: Server, folder: Path) -> None:
     assert server.send("GET", "/v1/models/org%2Falso").json["root"] == model_id
 
 
+@pytest.mark.parametrize("model", [{}, {"model": None}, {"model": ""}])
+def test_request_without_model_selects_base_model(server: Server, model: dict[str, Any]) -> None:
+    assert text(server.post("/v1/completions", {"prompt": PROMPT, **GREEDY, **model})) == text(complete(server, ""))
+    chatting = server.post("/v1/chat/completions", {"messages": MESSAGES, **GREEDY, **model})
+    assert text(chatting) == text(chat(server, ""))
+    responding = server.post("/v1/responses", {"input": "hi", "temperature": 0, "max_output_tokens": 4, **model})
+    assert responding.status == 200, responding.body
+    assert chatting.json["model"] == responding.json["model"] == "shown"
+    with_adapter = server.post("/v1/completions", {"prompt": PROMPT, "adapter_id": "first", **GREEDY, **model})
+    assert text(with_adapter) == text(complete(server, "first"))
+
+
 def test_local_adapter_rejects_revision(server: Server) -> None:
     for model in ("first@main", "shown:first@main"):
         reply = complete(server, model)
@@ -334,7 +346,7 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredServer]
             yield SecuredServer(server, requested_paths, oracle_greedy(model, ids_of([PROMPT])[0], 8, {}))
 
 
-def test_foreign_model_name_is_not_requested_from_hub(secured: SecuredServer) -> None:
+def test_unknown_model_name_is_not_requested_from_hub(secured: SecuredServer) -> None:
     for name in ("gpt-4o", "o1-mini", "text-davinci-003"):
         with pytest.raises(openai.NotFoundError, match=f"'{name}' does not exist; ") as caught:
             secured.complete(model=name)

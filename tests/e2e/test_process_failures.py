@@ -66,7 +66,7 @@ def hub(folder: Path) -> Iterator[HubServer]:
 
 @pytest.fixture(scope="module")
 def server(folder: Path, hub: HubServer) -> Iterator[Server]:
-    flags = ("--max-rows", str(ROWS), "--cache-bytes", "16M", "--hub-endpoint", hub.url, "--hub", "--drain-s", "1")
+    flags = ("--max-num-seqs", str(ROWS), "--cache-bytes", "16M", "--hub-endpoint", hub.url, "--hub", "--drain-s", "1")
     with serving(folder, *flags, "--huggingface-hub-cache", str(folder / "cache"), from_scratch=True) as server:
         yield server
 
@@ -181,7 +181,7 @@ def test_disconnected_clients_leak_no_resources(server: Server) -> None:
         assert client.status == 200
 
 
-def test_slow_reader_blocks_no_one_and_gets_all_events(server: Server) -> None:
+def test_slow_reader_does_not_block_streams_and_gets_all_events(server: Server) -> None:
     names = [f"slow-{i}" for i in range(6)]
     body = native(900, details=True, return_k_alternatives=20)  # larger than the socket buffers
     with close_all(*(Client(server, NATIVE, body, is_slow=True, x_request_id=name) for name in names)) as slow:

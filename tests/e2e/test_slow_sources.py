@@ -46,7 +46,7 @@ def models(tmp_path: Path, device: torch.device) -> Models:
 def test_engine_steps_while_sources_hang_or_fail(models: Models) -> None:
     root = models.folders[0].parent
     hanging, failing = HangingSource(root), FailingSource([root])
-    config = EngineConfig(ModelConfig(Path("in-memory")), max_rows=4, cache_bytes=2**20, adapter_bytes=2**20)
+    config = EngineConfig(ModelConfig(Path("in-memory")), max_num_seqs=4, cache_bytes=2**20, adapter_bytes=2**20)
     engine = assemble(
         config,
         build_paged_worker(models.ours, config, FakeGroup()),

@@ -217,6 +217,8 @@ def fake_target(config: FakeConfig, address: str) -> None:
             match how:
                 case "raise":
                     raise ConfigError("no such model")
+                case "raise, bug":
+                    raise ZeroDivisionError("division by zero")
                 case "die":
                     os.kill(os.getpid(), signal.SIGKILL)
                 case "exit":

@@ -55,12 +55,12 @@ def make_spec(identity: str, units: int, name: str | None = None) -> AdapterSpec
     return AdapterSpec(identity, name or identity.split("@", maxsplit=1)[0], (), units)
 
 
-def make_capabilities(num_units: int, depth: int = 1, **more: Any) -> Capabilities:
+def make_capabilities(num_units: int, max_steps_in_flight: int = 1, **more: Any) -> Capabilities:
     values = {"max_num_seqs": 3, "max_length": 40, "num_blocks": 24, "max_step_tokens": 12} | more
     return Capabilities(
         vocab_size=VOCAB,
         block_size=SIZE,
-        depth=depth,
+        max_steps_in_flight=max_steps_in_flight,
         num_adapter_units=num_units,
         adapter_unit_bytes=UNIT_BYTES,
         itemsize=UNIT_BYTES,
@@ -143,7 +143,7 @@ class Workers:
         return taken
 
     def submit(self, plan: StepPlan) -> LoraxError | None:
-        assert len(self._steps) < self.capabilities.depth
+        assert len(self._steps) < self.capabilities.max_steps_in_flight
         moves: list[tuple[int, int, int]] = []
         for op in plan.adapter_ops:
             match op:
@@ -400,7 +400,7 @@ class World:
         num_units: int,
         host_units: int,
         *,
-        depth: int = 1,
+        max_steps_in_flight: int = 1,
         seed: int = 0,
         eviction_delay_s: float = 1.0,
         most_turns: int = 3,
@@ -413,7 +413,7 @@ class World:
         self.open: dict[int, SubmittedRequest] = {}
         self.num_turns = 0
         self._resolving: list[tuple[SubmittedRequest, Future[Resolved]]] = []
-        of = make_capabilities(num_units, depth, **capabilities)
+        of = make_capabilities(num_units, max_steps_in_flight, **capabilities)
         host_bytes = self.host_bytes = host_units * UNIT_BYTES
         self.workers = Workers(of, host_bytes, random.Random(seed), most_turns)
         self.pool = BlockPool(of.num_blocks, of.block_size)

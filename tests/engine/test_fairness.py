@@ -39,15 +39,15 @@ def run(engine: Engine, count: int) -> None:
         engine.step()
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_new_tenant_starts_in_next_step(depth: int) -> None:
-    engine = Engine(LIMITS, 200, depth)
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+def test_new_tenant_starts_in_next_step(max_steps_in_flight: int) -> None:
+    engine = Engine(LIMITS, 200, max_steps_in_flight)
     many = flood(engine, 16)
     run(engine, 5)
     assert engine.scheduler.num_running == MAX_NUM_SEQS
     small = make_request(100, [4, 5], 3, eos=False, tenant="small", adapter_identity="1")
     engine.scheduler.add(small)
-    run(engine, depth)
+    run(engine, max_steps_in_flight)
     assert len(engine.token_ids[100]) == 1
     engine.finish()
     check(engine, *many, small)
@@ -55,9 +55,9 @@ def test_new_tenant_starts_in_next_step(depth: int) -> None:
     assert engine.scheduler.counters.preemptions == 0
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_single_tenant_uses_all_slots(depth: int) -> None:
-    engine = Engine(LIMITS, 200, depth)
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+def test_single_tenant_uses_all_slots(max_steps_in_flight: int) -> None:
+    engine = Engine(LIMITS, 200, max_steps_in_flight)
     many = flood(engine, 24)
     while len(engine.reasons) < MAX_NUM_SEQS:
         engine.step()
@@ -67,10 +67,10 @@ def test_single_tenant_uses_all_slots(depth: int) -> None:
     assert engine.scheduler.counters.fairness_preemptions == 0
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
 @pytest.mark.parametrize("weights", [{}, {"other": 3.0}])
-def test_each_tenant_keeps_its_share(depth: int, weights: dict[str, float]) -> None:
-    engine = Engine(LIMITS, 400, depth, weights=weights)
+def test_each_tenant_keeps_its_share(max_steps_in_flight: int, weights: dict[str, float]) -> None:
+    engine = Engine(LIMITS, 400, max_steps_in_flight, weights=weights)
     many = flood(engine, 24)
     run(engine, 5)
     others = flood(engine, 24, first=100, tenant="other")
@@ -118,15 +118,15 @@ def test_new_tenants_do_not_starve_waiting_tenant() -> None:
         assert num_new < 300, "the second one of the tenant that was served never has its turn"
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_new_tenant_gets_blocks(depth: int) -> None:
-    engine = Engine(LIMITS, 56, depth)
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+def test_new_tenant_gets_blocks(max_steps_in_flight: int) -> None:
+    engine = Engine(LIMITS, 56, max_steps_in_flight)
     many = flood(engine, 16)
     while not engine.scheduler.counters.preemptions:  # the cache is full
         engine.step()
     small = make_request(100, [4, 5] * 8, 12, eos=False, tenant="small")
     engine.scheduler.add(small)
-    run(engine, 15 + depth)
+    run(engine, 15 + max_steps_in_flight)
     assert 100 in engine.reasons
     engine.finish()
     check(engine, *many, small)
@@ -172,10 +172,10 @@ def test_no_fairness_preemption_within_tenant() -> None:
     assert engine.scheduler.counters.fairness_preemptions == 0
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_adapters_of_tenant_share_free_slots(depth: int) -> None:
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+def test_adapters_of_tenant_share_free_slots(max_steps_in_flight: int) -> None:
     """Many requests for one adapter do not delay another adapter of the same tenant, without preemption."""
-    engine = Engine(replace(LIMITS, max_num_seqs=2), 64, depth)
+    engine = Engine(replace(LIMITS, max_num_seqs=2), 64, max_steps_in_flight)
     many = [make_request(i, [1, 2], 6, eos=False, tenant="one", adapter_identity="1") for i in range(20)]
     few = [make_request(i, [1, 2], 6, eos=False, tenant="one", adapter_identity="2") for i in range(100, 103)]
     for request in (*many, *few):
@@ -231,9 +231,9 @@ def test_shares_count_active_tenants_only() -> None:
 class Machine(RuleBasedStateMachine):
     """Requests from several tenants with enough blocks and tokens, so that only slots are shared."""
 
-    @initialize(depth=st.integers(1, 2), slots=st.integers(1, 5), weight=st.sampled_from([0.2, 1.0, 2.5]))
-    def start(self, depth: int, slots: int, weight: float) -> None:
-        self.engine = Engine(make_limits(200, slots, 24), 100, depth, weights={"a": weight})
+    @initialize(max_steps_in_flight=st.integers(1, 2), slots=st.integers(1, 5), weight=st.sampled_from([0.2, 1.0, 2.5]))
+    def start(self, max_steps_in_flight: int, slots: int, weight: float) -> None:
+        self.engine = Engine(make_limits(200, slots, 24), 100, max_steps_in_flight, weights={"a": weight})
         self.engine.scheduler.schedule = self.schedule  # type: ignore[method-assign]
         self.requests: dict[int, Request] = {}
         self.aborted: set[int] = set()

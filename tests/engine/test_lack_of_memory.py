@@ -26,9 +26,9 @@ def check_answers(world: World, failed: list[SubmittedRequest]) -> None:
     assert len(world.scheduler._free_slots) == world.scheduler.limits.max_num_seqs
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_longest_prompt_in_step_fails(depth: int) -> None:
-    world = World(8, 8, depth=depth)
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2, 3])
+def test_longest_prompt_in_step_fails(max_steps_in_flight: int) -> None:
+    world = World(8, 8, max_steps_in_flight=max_steps_in_flight)
     first = world.submit(None, [1, 2, 3], 8)
     for _ in range(3):
         world.turn()
@@ -43,9 +43,9 @@ def test_longest_prompt_in_step_fails(depth: int) -> None:
     check_answers(world, [longest])
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_request_with_prompt_logprobs_fails_first(depth: int) -> None:
-    world = World(8, 8, depth=depth)
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+def test_request_with_prompt_logprobs_fails_first(max_steps_in_flight: int) -> None:
+    world = World(8, 8, max_steps_in_flight=max_steps_in_flight)
     fail_at(world, 1)
     long, asking = world.submit(None, [4] * 7, 4), world.submit(None, [5, 5], 4, prompt_logprobs=True)
     world.finish(100)
@@ -54,7 +54,7 @@ def test_request_with_prompt_logprobs_fails_first(depth: int) -> None:
 
 
 def test_last_of_equal_requests_fails() -> None:
-    world = World(8, 8, depth=2)
+    world = World(8, 8, max_steps_in_flight=2)
     requests = [world.submit(None, [i, i], 6) for i in range(3)]
     fail_at(world, 3)
     world.finish(100)
@@ -63,7 +63,7 @@ def test_last_of_equal_requests_fails() -> None:
 
 
 def test_requests_fail_until_step_fits() -> None:
-    world = World(8, 8, depth=2)
+    world = World(8, 8, max_steps_in_flight=2)
     world.workers.lacks_memory = lambda plan: len(plan.slots) > 1
     requests = [world.submit(None, [i] * (i + 2), 5) for i in range(3)]
     world.finish(100)
@@ -74,10 +74,10 @@ def test_requests_fail_until_step_fits() -> None:
     check_answers(world, [*requests[1:], last])
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_uncomputed_blocks_are_unpublished(depth: int) -> None:
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+def test_uncomputed_blocks_are_unpublished(max_steps_in_flight: int) -> None:
     """Two requests share a prefix. A step of one fails, so the other must not find its blocks."""
-    world = World(8, 8, depth=depth)
+    world = World(8, 8, max_steps_in_flight=max_steps_in_flight)
     prompt = [1, 2, 3, 4, 5, 6, 1, 2, 3]
     fail_at(world, 1)
     first = world.submit(None, prompt, 3)
@@ -92,7 +92,7 @@ def test_uncomputed_blocks_are_unpublished(depth: int) -> None:
 
 
 def test_failed_step_still_moves_adapters() -> None:
-    world = World(8, 8, depth=2)
+    world = World(8, 8, max_steps_in_flight=2)
     world.put("a", 0, 3)
     world.workers.lacks_memory = lambda plan: bool(plan.adapter_ops)
     base, adapted = world.submit(None, [1, 2], 12), world.submit("a", [3, 4], 4)
@@ -101,12 +101,12 @@ def test_failed_step_still_moves_adapters() -> None:
     check_answers(world, [each for each in (base, adapted) if each.failure])
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(12))
-def test_other_requests_are_unaffected(depth: int, seed: int) -> None:
+def test_other_requests_are_unaffected(max_steps_in_flight: int, seed: int) -> None:
     """Requests with adapters and shared prefixes, a small cache, and failing steps."""
     rng = random.Random(seed)
-    world = World(6, 8, depth=depth, seed=seed, num_blocks=14)
+    world = World(6, 8, max_steps_in_flight=max_steps_in_flight, seed=seed, num_blocks=14)
     chance = rng.choice([0.05, 0.2, 0.5])
 
     def lacks(_: StepPlan) -> bool:

@@ -150,16 +150,25 @@ def make_request(request_id: int, prompt: list[int], max_new_tokens: int = 5, eo
 
 
 def make_limits(
-    max_step_tokens: int, max_num_seqs: int, max_length: int, max_chunk: int | None = None, **more: Any
+    max_step_tokens: int, max_num_seqs: int, max_length: int, max_prefill_chunk_tokens: int | None = None, **more: Any
 ) -> Limits:
-    return Limits(VOCAB, max_num_seqs, max_length, 0, SIZE, max_step_tokens, max_chunk=max_chunk, **more)
+    return Limits(
+        VOCAB,
+        max_num_seqs,
+        max_length,
+        0,
+        SIZE,
+        max_step_tokens,
+        max_prefill_chunk_tokens=max_prefill_chunk_tokens,
+        **more,
+    )
 
 
 class Engine:
     """The engine loop: schedule, submit, and collect an earlier step."""
 
-    def __init__(self, limits: Limits, num_blocks: int, depth: int = 1, **options: Any) -> None:
-        self.pool, self.adapters, self.depth = BlockPool(num_blocks, SIZE), Loaded(), depth
+    def __init__(self, limits: Limits, num_blocks: int, max_steps_in_flight: int = 1, **options: Any) -> None:
+        self.pool, self.adapters, self.max_steps_in_flight = BlockPool(num_blocks, SIZE), Loaded(), max_steps_in_flight
         self.scheduler = Scheduler(limits, self.pool, self.adapters, **options)
         self.device = Device(limits.max_num_seqs)
         self.results: deque[StepResult] = deque()
@@ -172,7 +181,7 @@ class Engine:
         if plan is not None:
             self.plans.append(plan)
             self.results.append(self.device.run(plan))
-        while self.results and (plan is None or len(self.results) >= self.depth):
+        while self.results and (plan is None or len(self.results) >= self.max_steps_in_flight):
             self.collect()
         return plan is not None
 
@@ -205,9 +214,9 @@ ROOMY = make_limits(max_step_tokens=64, max_num_seqs=8, max_length=100)
 # --- Single rules -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_batched_requests_match_single_requests(depth: int) -> None:
-    engine = Engine(ROOMY, 64, depth)
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+def test_batched_requests_match_single_requests(max_steps_in_flight: int) -> None:
+    engine = Engine(ROOMY, 64, max_steps_in_flight)
     requests = [make_request(i, [1 + i % 3] * (3 * i + 1), 2 + i, adapter_identity=str(i % 3 or "")) for i in range(8)]
     for request in requests:
         engine.scheduler.add(request)
@@ -216,9 +225,9 @@ def test_batched_requests_match_single_requests(depth: int) -> None:
     assert engine.pool.num_free == 64
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_columns_are_reused_while_sequences_stay_the_same(depth: int) -> None:
-    engine = Engine(ROOMY, 64, depth)
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+def test_columns_are_reused_while_sequences_stay_the_same(max_steps_in_flight: int) -> None:
+    engine = Engine(ROOMY, 64, max_steps_in_flight)
     requests = [make_request(i, [1 + i], 12, eos=False, adapter_identity=adapter) for i, adapter in enumerate("21")]
     for request in requests:
         engine.scheduler.add(request)
@@ -239,9 +248,9 @@ def test_columns_are_reused_while_sequences_stay_the_same(depth: int) -> None:
     check(engine, requests[0], requests[2])
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_long_prompt_is_chunked(depth: int) -> None:
-    engine = Engine(make_limits(8, 4, 100), 64, depth)
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+def test_long_prompt_is_chunked(max_steps_in_flight: int) -> None:
+    engine = Engine(make_limits(8, 4, 100), 64, max_steps_in_flight)
     long, short = make_request(0, [1, 2, 3] * 10, 6, eos=False), make_request(1, [4], 12, eos=False)
     engine.scheduler.add(short)
     engine.step()
@@ -253,9 +262,9 @@ def test_long_prompt_is_chunked(depth: int) -> None:
     assert sum(len(plan.slots) == 2 for plan in engine.plans) >= 4  # the short request was never delayed
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_long_prompt_does_not_delay_decoding(depth: int) -> None:
-    engine = Engine(make_limits(8, 4, 100), 64, depth)
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+def test_long_prompt_does_not_delay_decoding(max_steps_in_flight: int) -> None:
+    engine = Engine(make_limits(8, 4, 100), 64, max_steps_in_flight)
     short, long = make_request(0, [4], 30, eos=False), make_request(1, [1, 2, 3] * 20, 2, eos=False)
     engine.scheduler.add(short)
     engine.step()
@@ -265,9 +274,9 @@ def test_long_prompt_does_not_delay_decoding(depth: int) -> None:
     assert all(0 in plan.slots for plan in engine.plans[: len(engine.token_ids[0])])
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_max_mixed_tokens_limits_prompts_while_decoding(depth: int) -> None:
-    engine = Engine(make_limits(32, 4, 200, max_mixed_tokens=5), 64, depth)
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+def test_max_mixed_tokens_limits_prompts_while_decoding(max_steps_in_flight: int) -> None:
+    engine = Engine(make_limits(32, 4, 200, max_mixed_tokens=5), 64, max_steps_in_flight)
     short, long = make_request(0, [4] * 20, 4, eos=False), make_request(1, [1, 2, 3] * 30, 2, eos=False)
     engine.scheduler.add(short)
     engine.step()
@@ -282,7 +291,7 @@ def test_max_mixed_tokens_limits_prompts_while_decoding(depth: int) -> None:
 
 
 def test_short_prompt_starts_during_long_prompt() -> None:
-    engine = Engine(make_limits(8, 4, 100, max_chunk=6), 64)
+    engine = Engine(make_limits(8, 4, 100, max_prefill_chunk_tokens=6), 64)
     long, short = make_request(0, [1, 2, 3] * 20, 2, eos=False), make_request(1, [4], 3, eos=False)
     engine.scheduler.add(long)
     engine.scheduler.add(short)
@@ -292,9 +301,9 @@ def test_short_prompt_starts_during_long_prompt() -> None:
     assert max(plan.counts.max() for plan in engine.plans) == 6
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_last_sequence_is_preempted_if_blocks_run_out(depth: int) -> None:
-    engine = Engine(ROOMY, 8, depth)
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+def test_last_sequence_is_preempted_if_blocks_run_out(max_steps_in_flight: int) -> None:
+    engine = Engine(ROOMY, 8, max_steps_in_flight)
     requests = [make_request(i, [i + 1] * 6, 16, eos=False) for i in range(4)]
     for request in requests:
         engine.scheduler.add(request)
@@ -334,10 +343,10 @@ def test_prefix_cache_is_per_salt() -> None:
     assert engine.scheduler.counters.prefix_tokens == 12  # only for the last request
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_abort_at_any_step(depth: int) -> None:
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+def test_abort_at_any_step(max_steps_in_flight: int) -> None:
     for steps in range(8):
-        engine = Engine(make_limits(8, 2, 100), 8, depth)
+        engine = Engine(make_limits(8, 2, 100), 8, max_steps_in_flight)
         requests = [make_request(i, [i + 1] * 7, 6, eos=False) for i in range(4)]
         for request in requests:
             engine.scheduler.add(request)
@@ -368,7 +377,7 @@ def test_loading_adapter_does_not_block_other_requests() -> None:
     assert not engine.step()
     assert engine.adapters.wanted == {"1"}
     engine.adapters.missing.clear()
-    engine.scheduler.queues.adapter_arrived("1")
+    engine.scheduler.queues.adapter_loaded("1")
     engine.finish()
     check(engine, cold, warm)
 
@@ -384,7 +393,7 @@ def test_evicted_adapter_is_requested_again() -> None:
         engine.step()
     assert engine.adapters.wanted == {"1"}
     engine.adapters.missing.clear()
-    engine.scheduler.queues.adapter_arrived("1")
+    engine.scheduler.queues.adapter_loaded("1")
     engine.finish()
     check(engine, first, second)
 
@@ -477,9 +486,9 @@ class ReportingDevice(Device):
 class ReportingEngine(Engine):
     """An engine that records all outputs, with a fake clock."""
 
-    def __init__(self, limits: Limits, num_blocks: int, depth: int = 1, **options: Any) -> None:
+    def __init__(self, limits: Limits, num_blocks: int, max_steps_in_flight: int = 1, **options: Any) -> None:
         self.now = 0.0
-        super().__init__(limits, num_blocks, depth, clock=lambda: self.now, **options)
+        super().__init__(limits, num_blocks, max_steps_in_flight, clock=lambda: self.now, **options)
         self.device = ReportingDevice(limits.max_num_seqs)
         self.outputs: dict[int, list[Output]] = {}
 
@@ -489,7 +498,7 @@ class ReportingEngine(Engine):
         if plan is not None:
             self.plans.append(plan)
             self.results.append(self.device.run(plan))
-        while self.results and (plan is None or len(self.results) >= self.depth):
+        while self.results and (plan is None or len(self.results) >= self.max_steps_in_flight):
             self.collect()
         return plan is not None
 
@@ -529,7 +538,7 @@ def test_full_queue_rejects_requests() -> None:
 
 
 def test_long_estimated_wait_is_rejected_with_retry_time() -> None:
-    engine = ReportingEngine(replace(ROOMY, max_num_seqs=1, max_wait_s=10.0), 64, depth=2)
+    engine = ReportingEngine(replace(ROOMY, max_num_seqs=1, max_wait_s=10.0), 64, max_steps_in_flight=2)
     engine.scheduler.add(make_request(0, [1] * 8, 3, eos=False))  # throughput is unknown at first
     engine.step()
     while engine.scheduler.has_work:
@@ -551,7 +560,7 @@ def test_long_estimated_wait_is_rejected_with_retry_time() -> None:
 
 
 def test_backlog_counts_waiting_requests() -> None:
-    engine = ReportingEngine(make_limits(16, 2, 100), 8, depth=2)
+    engine = ReportingEngine(make_limits(16, 2, 100), 8, max_steps_in_flight=2)
     for i in range(6):
         engine.scheduler.add(make_request(i, [1 + i] * 6, 12, eos=False))
     assert engine.scheduler._backlog.num_tokens == 6 * 18
@@ -588,9 +597,9 @@ def test_estimate_follows_recent_completion_lengths() -> None:
     assert backlog.estimate_tokens(request) == pytest.approx(24, rel=1e-2)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_adapter_timeout_fails_request(depth: int) -> None:
-    engine = ReportingEngine(replace(ROOMY, adapter_timeout_s=30.0), 64, depth)
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+def test_adapter_timeout_fails_request(max_steps_in_flight: int) -> None:
+    engine = ReportingEngine(replace(ROOMY, adapter_timeout_s=30.0), 64, max_steps_in_flight)
     engine.adapters.missing |= {"1", "2"}
     engine.scheduler.add(make_request(0, [1], adapter_identity="1"))
     engine.now = 10.0
@@ -607,7 +616,7 @@ def test_adapter_timeout_fails_request(depth: int) -> None:
     assert (failure.kind, failure.status) == ("SourceError", 503)
     assert "within 30 s" in failure.message
     engine.adapters.missing.remove("2")
-    engine.scheduler.queues.adapter_arrived("2")
+    engine.scheduler.queues.adapter_loaded("2")
     engine.now = 40.0
     engine.finish()
     assert engine.failure(1).kind == "SourceError"
@@ -623,7 +632,7 @@ def test_started_request_has_no_adapter_timeout() -> None:
     engine.scheduler.add(make_request(1, [2] * 4, 12, eos=False))
     engine.scheduler.add(make_request(2, [3] * 4, 12, eos=False, adapter_identity="1"))
     engine.adapters.missing.remove("1")
-    engine.scheduler.queues.adapter_arrived("1")
+    engine.scheduler.queues.adapter_loaded("1")
     while not engine.scheduler.counters.preemptions:  # the last sequence is preempted
         assert engine.step()
     engine.adapters.missing.add("1")
@@ -635,7 +644,7 @@ def test_started_request_has_no_adapter_timeout() -> None:
     assert engine.failure(0).kind == "SourceError"
     assert engine.outputs[2][-1].failure is None
     engine.adapters.missing.remove("1")
-    engine.scheduler.queues.adapter_arrived("1")
+    engine.scheduler.queues.adapter_loaded("1")
     engine.finish()
     assert len(engine.token_ids[2]) == 12
 
@@ -695,14 +704,14 @@ def test_adapter_failure_fails_waiting_requests() -> None:
     engine.step()
     assert engine.failure(0) == engine.failure(2) == ("AdapterError", 424, "damaged", 7.0)
     engine.adapters.missing.clear()
-    engine.scheduler.queues.adapter_arrived("2")
+    engine.scheduler.queues.adapter_loaded("2")
     engine.finish()
     assert set(engine.reasons) == {1, 3}
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_nan_logits_fail_only_their_request(depth: int) -> None:
-    engine = ReportingEngine(ROOMY, 64, depth)
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+def test_nan_logits_fail_only_their_request(max_steps_in_flight: int) -> None:
+    engine = ReportingEngine(ROOMY, 64, max_steps_in_flight)
     bad, good = make_request(0, [6, 1], 9, eos=False), make_request(1, [5, 1], 9, eos=False)
     engine.scheduler.add(bad)
     engine.scheduler.add(good)
@@ -742,7 +751,7 @@ def test_tokens_beyond_vocabulary_are_rejected(prompt: list[int], more: dict[str
     engine.scheduler.add(bad)
     engine.scheduler.add(good)
     engine.adapters.missing.clear()
-    engine.scheduler.queues.adapter_arrived("1")
+    engine.scheduler.queues.adapter_loaded("1")
     engine.finish()
     check(engine, good)
     assert (engine.failure(0).kind, len(engine.outputs[0])) == ("InputError", 1)
@@ -758,13 +767,17 @@ def test_adapter_can_extend_vocabulary() -> None:
     assert set(engine.reasons) == {0}
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("max_chunk", [None, 3])
-def test_prompt_logprobs_survive_chunks_and_preemption(depth: int, max_chunk: int | None) -> None:
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+@pytest.mark.parametrize("max_prefill_chunk_tokens", [None, 3])
+def test_prompt_logprobs_survive_chunks_and_preemption(
+    max_steps_in_flight: int, max_prefill_chunk_tokens: int | None
+) -> None:
     num_preempted_in_the_prompt = 0
     for seed in range(20):
         rng = random.Random(seed)
-        engine = ReportingEngine(make_limits(8, 4, 60, max_chunk), rng.choice([8, 9]), depth)
+        engine = ReportingEngine(
+            make_limits(8, 4, 60, max_prefill_chunk_tokens), rng.choice([8, 9]), max_steps_in_flight
+        )
         requests = []
         for i in range(8):
             prompt = [1, 2, 3, 4] * 2 + [rng.randint(1, 5) for _ in range(rng.randint(0, 12))]
@@ -788,7 +801,7 @@ def test_prompt_logprobs_survive_chunks_and_preemption(depth: int, max_chunk: in
 
 
 def test_outputs_contain_alternatives_of_their_request() -> None:
-    engine = ReportingEngine(ROOMY, 64, depth=2)
+    engine = ReportingEngine(ROOMY, 64, max_steps_in_flight=2)
     requests = [make_request(i, [1 + i], 4, eos=False, adapter_identity=str(2 - i or "")) for i in range(3)]
     for request in requests:
         engine.scheduler.add(request)
@@ -841,10 +854,10 @@ def test_prefix_cache_is_disabled_without_can_reuse() -> None:
     assert engine.scheduler.counters.prefix_tokens == 0
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_no_chunks_without_can_chunk(depth: int) -> None:
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+def test_no_chunks_without_can_chunk(max_steps_in_flight: int) -> None:
     limits = make_limits(44, 4, 40, can_chunk=False, can_reuse=False)
-    engine = ReportingEngine(limits, 40, depth)
+    engine = ReportingEngine(limits, 40, max_steps_in_flight)
     requests = [make_request(i, [1 + i % 5] * (20 + i), 8, eos=False) for i in range(10)]
     for request in requests:
         engine.scheduler.add(request)
@@ -872,10 +885,10 @@ def test_empty_step_only_with_adapter_operations() -> None:
     assert engine.scheduler.update(StepResult(plan.step, [], [])) == []
 
 
-@pytest.mark.parametrize(("num_blocks", "max_chunk"), [(14, 8), (13, None)])
-def test_later_requests_do_not_starve_long_prompt(num_blocks: int, max_chunk: int | None) -> None:
+@pytest.mark.parametrize(("num_blocks", "max_prefill_chunk_tokens"), [(14, 8), (13, None)])
+def test_later_requests_do_not_starve_long_prompt(num_blocks: int, max_prefill_chunk_tokens: int | None) -> None:
     """Short requests keep arriving and use every free block."""
-    engine = Engine(make_limits(32, 8, 100, max_chunk=max_chunk), num_blocks)
+    engine = Engine(make_limits(32, 8, 100, max_prefill_chunk_tokens=max_prefill_chunk_tokens), num_blocks)
     long = make_request(0, [1, 2, 3] * 16, 2, eos=False)
     num_short = 0
     for step in range(400):
@@ -898,7 +911,7 @@ def run_random_requests(seed: int) -> Engine:
     """Run a hundred requests with few distinct prefixes, in a small cache."""
     rng = random.Random(seed)
     limits = make_limits(rng.choice([4, 7, 16]), rng.choice([2, 4]), 40, rng.choice([None, 3]))
-    engine = Engine(limits, rng.choice([10, 13, 20]), depth=rng.choice([1, 2]))
+    engine = Engine(limits, rng.choice([10, 13, 20]), max_steps_in_flight=rng.choice([1, 2]))
     prefixes = [[rng.randint(1, 6) for _ in range(rng.choice([1, 4, 8, 9, 12]))] for _ in range(4)]
     requests, aborted = [], set()
     for i in range(100):
@@ -938,9 +951,9 @@ def test_random_workload_matches_single_requests(seeds: range) -> None:
 
 
 class Machine(RuleBasedStateMachine):
-    @initialize(depth=st.integers(1, 2), budget=st.integers(3, 12), blocks=st.integers(6, 14))
-    def start_sequence(self, depth: int, budget: int, blocks: int) -> None:
-        self.engine = Engine(make_limits(budget, 3, 24), blocks, depth)
+    @initialize(max_steps_in_flight=st.integers(1, 2), budget=st.integers(3, 12), blocks=st.integers(6, 14))
+    def start_sequence(self, max_steps_in_flight: int, budget: int, blocks: int) -> None:
+        self.engine = Engine(make_limits(budget, 3, 24), blocks, max_steps_in_flight)
         self.requests: dict[int, Request] = {}
         self.aborted: set[int] = set()
 
@@ -967,7 +980,7 @@ class Machine(RuleBasedStateMachine):
         adapters = self.engine.adapters
         if adapter in adapters.missing:
             adapters.missing.remove(adapter)
-            self.engine.scheduler.queues.adapter_arrived(adapter)
+            self.engine.scheduler.queues.adapter_loaded(adapter)
         elif not adapters.acquired.get(adapter):
             adapters.missing.add(adapter)
 
@@ -991,7 +1004,7 @@ class Machine(RuleBasedStateMachine):
             return
         for adapter in sorted(self.engine.adapters.missing):
             self.engine.adapters.missing.remove(adapter)
-            self.engine.scheduler.queues.adapter_arrived(adapter)
+            self.engine.scheduler.queues.adapter_loaded(adapter)
         bound = 20 + 40 * len(self.requests)  # all remaining requests finish
         self.engine.finish(bound)
         check(self.engine, *(each for i, each in self.requests.items() if i not in self.aborted))

@@ -14,7 +14,7 @@ ALIGNMENT_ELEMENTS = 128  # 256 bytes, the alignment of LoRA factors
 
 @dataclass(frozen=True)
 class Adapter:
-    """Adapter ranks by target (0: not adapted), and whether the adapter has factors and shifts."""
+    """Adapter ranks by target (0: not adapted), and whether the adapter has output scales and output biases."""
 
     ranks: Sequence[int]
     vectors: bool = False
@@ -68,8 +68,8 @@ class LinearCase:
                 row[Field.A] = self._store(self.normal(rank, self.inputs) * 0.05)
                 row[Field.B] = self._store(self.normal(rank, width) * 0.05)
             if adapter.vectors:
-                row[Field.FACTOR] = self._store(self.normal(width))
-                row[Field.SHIFT] = self._store(self.normal(width))
+                row[Field.OUTPUT_SCALE] = self._store(self.normal(width))
+                row[Field.OUTPUT_BIAS] = self._store(self.normal(width))
 
     def _store(self, values: torch.Tensor) -> int:
         at = self._end
@@ -108,8 +108,11 @@ class LinearCase:
             a = self._take(fields[Field.A], rank, self.inputs)
             b = self._take(fields[Field.B], rank, width)
             y = y + self.scales[index, target.index] * (x @ a.t()) @ b
-        if with_vectors and fields[Field.FACTOR] >= 0:
-            y = y * self._take(fields[Field.FACTOR], 1, width)[0] + self._take(fields[Field.SHIFT], 1, width)[0]
+        if with_vectors and fields[Field.OUTPUT_SCALE] >= 0:
+            y = (
+                y * self._take(fields[Field.OUTPUT_SCALE], 1, width)[0]
+                + self._take(fields[Field.OUTPUT_BIAS], 1, width)[0]
+            )
         return y
 
     def _take(self, at: int, rows: int, width: int) -> torch.Tensor:

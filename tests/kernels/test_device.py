@@ -16,7 +16,7 @@ def test_allocate_zeros_uses_memory_on_write() -> None:
     assert not zeros[2**17].any()
 
 
-def test_allocate_zeros_dtypes_and_shapes() -> None:
+def test_allocate_zeros_supports_all_dtypes_and_shapes() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
         for shape in ([3, 5], [0, 4], [1]):
             zeros = allocate_zeros(shape, dtype, CPU)

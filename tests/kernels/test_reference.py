@@ -277,14 +277,14 @@ def check_decode(
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("window", [None, 1, 3, 8, 100])
-def test_decode_with_any_block_layout(layout: Layout, block_size: int, window: int | None) -> None:
+def test_decode_with_any_block_layout_matches_loop(layout: Layout, block_size: int, window: int | None) -> None:
     lengths = [7, 1, 10, 4, 9]
     check_decode(layout(lengths, block_size), lengths, block_size, window=window)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1), (8, 2), (1, 1)])
 @pytest.mark.parametrize("layout", [with_gaps, scattered])
-def test_decode_grouped_query_heads(heads: tuple[int, int], layout: Layout) -> None:
+def test_decode_with_grouped_query_heads_matches_loop(heads: tuple[int, int], layout: Layout) -> None:
     lengths = [5, 12, 3]
     check_decode(layout(lengths, 4), lengths, 4, heads=heads)
 
@@ -292,14 +292,14 @@ def test_decode_grouped_query_heads(heads: tuple[int, int], layout: Layout) -> N
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 16, 33])
 @pytest.mark.parametrize("layout", [contiguous, with_gaps, scattered])
 @pytest.mark.parametrize("window", [None, 4])
-def test_decode_single_sequence(length: int, layout: Layout, window: int | None) -> None:
+def test_decode_of_single_sequence_matches_loop(length: int, layout: Layout, window: int | None) -> None:
     check_decode(layout([length], 4), [length], 4, window=window)
 
 
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (0.05, 0.02)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("window", [None, 5])
-def test_decode_float8_cache(scales: tuple[float, float], layout: Layout, window: int | None) -> None:
+def test_decode_with_float8_cache_matches_loop(scales: tuple[float, float], layout: Layout, window: int | None) -> None:
     lengths = [7, 1, 10, 4]
     check_decode(layout(lengths, 4), lengths, 4, cache_dtype=FP8, scales=scales, window=window)
 
@@ -307,7 +307,7 @@ def test_decode_float8_cache(scales: tuple[float, float], layout: Layout, window
 @pytest.mark.parametrize("soft_cap", [0.5, 3.0])
 @pytest.mark.parametrize("layout", [contiguous, with_gaps, scattered])
 @pytest.mark.parametrize("window", [None, 5])
-def test_decode_soft_cap(soft_cap: float, layout: Layout, window: int | None) -> None:
+def test_decode_with_soft_cap_matches_loop(soft_cap: float, layout: Layout, window: int | None) -> None:
     lengths = [7, 1, 10, 4]
     check_decode(layout(lengths, 4), lengths, 4, soft_cap=soft_cap, window=window)
     check_decode(layout([9], 4), [9], 4, soft_cap=soft_cap, window=window, cache_dtype=FP8, scales=(0.05, 0.02))
@@ -316,7 +316,7 @@ def test_decode_soft_cap(soft_cap: float, layout: Layout, window: int | None) ->
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("window", [None, 5])
-def test_decode_half_precision(dtype: torch.dtype, layout: Layout, window: int | None) -> None:
+def test_decode_in_half_precision_matches_loop(dtype: torch.dtype, layout: Layout, window: int | None) -> None:
     lengths = [7, 1, 10, 4]
     check_decode(layout(lengths, 4), lengths, 4, dtype=dtype, window=window, tolerance=2e-2)
 
@@ -434,26 +434,26 @@ def check_prefill(
 
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
-def test_prefill_mixed_lengths(shapes: list[tuple[int, int]], window: int | None) -> None:
+def test_prefill_of_mixed_lengths_matches_loop(shapes: list[tuple[int, int]], window: int | None) -> None:
     check_prefill(shapes, window=window)
 
 
 @pytest.mark.parametrize("layout", [contiguous, descending, shuffled, with_gaps, scattered])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_prefill_with_any_block_layout(layout: Layout, block_size: int) -> None:
+def test_prefill_with_any_block_layout_matches_loop(layout: Layout, block_size: int) -> None:
     check_prefill([(5, 0), (1, 7), (3, 6), (1, 1), (3, 6)], layout=layout, block_size=block_size)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1), (8, 2)])
 @pytest.mark.parametrize("window", [None, 4])
-def test_prefill_grouped_query_heads(heads: tuple[int, int], window: int | None) -> None:
+def test_prefill_with_grouped_query_heads_matches_loop(heads: tuple[int, int], window: int | None) -> None:
     check_prefill(MIXED, heads=heads, window=window)
 
 
 @pytest.mark.parametrize("max_scores", [1, 200, 2**27])
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
-def test_prefill_soft_cap(
+def test_prefill_with_soft_cap_matches_loop(
     heads: tuple[int, int], window: int | None, max_scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reference, "MAX_SCORE_ELEMENTS", max_scores)
@@ -480,7 +480,7 @@ def test_prefill_rounds_new_tokens_to_float8_cache(scales: tuple[float, float], 
 
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("window", [None, 4])
-def test_prefill_half_precision(dtype: torch.dtype, window: int | None) -> None:
+def test_prefill_in_half_precision_matches_loop(dtype: torch.dtype, window: int | None) -> None:
     check_prefill(MIXED, dtype=dtype, window=window, tolerance=2e-2)
 
 
@@ -617,11 +617,14 @@ def lora_batch(
     runs: Runs,
     ranks: Sequence[Sequence[int]],
     *,
-    factors: Sequence[int] = (),
-    shifts: Sequence[int] = (),
+    output_scales: Sequence[int] = (),
+    output_biases: Sequence[int] = (),
     dtype: torch.dtype = torch.float32,
 ) -> LoraBatch:
-    """Make a batch: adapter `i + 1` has rank `ranks[i][target]`; `factors` and `shifts` list adapters with vectors."""
+    """Make a batch in which adapter `i + 1` has rank `ranks[i][target]`.
+
+    `output_scales` and `output_biases` list the adapters with these vectors.
+    """
     buffer, seed = NanBuffer(), 100
     table = torch.zeros(1 + len(ranks), len(LORA_WIDTHS), len(Field), dtype=torch.long)
     table[:, :, : Field.RANK] = -1
@@ -632,14 +635,14 @@ def lora_batch(
             if rank:
                 fields[Field.A] = buffer.add(normal(rank, inputs, seed=seed) / math.sqrt(inputs))
                 fields[Field.B] = buffer.add(normal(rank, outputs, seed=seed + 1) / math.sqrt(rank))
-            for having, field in ((factors, Field.FACTOR), (shifts, Field.SHIFT)):
+            for having, field in ((output_scales, Field.OUTPUT_SCALE), (output_biases, Field.OUTPUT_BIAS)):
                 if adapter in having:
                     fields[field] = buffer.add(normal(outputs, seed=seed + field))
     return LoraBatch(
         buffer=torch.cat(buffer.parts).to(dtype),
         table=table,
         scales=torch.arange(table[..., 0].numel()).view(table.shape[:2]) % 5 * 0.25 + 0.25,
-        widths=torch.tensor(LORA_WIDTHS),
+        features=torch.tensor(LORA_WIDTHS),
         adapter_indices=torch.tensor([adapter for adapter, length in runs for _ in range(length)], dtype=torch.int32),
         host_table=table,
         bounds=[sum(length for _, length in runs[:count]) for count in range(len(runs) + 1)],
@@ -722,7 +725,7 @@ SINGLE_TOKENS = [(1, 1), (3, 1), (2, 1), (4, 1), (1, 1)]
     ],
     ids=["tokens", "and base", "one long", "around the limit", "long and short", "base around", "even", "uneven"],
 )
-def test_lora_segment_and_rank_combinations(layer: str, ranks: list[list[int]], runs: Runs) -> None:
+def test_lora_with_any_segments_and_ranks_matches_loop(layer: str, ranks: list[list[int]], runs: Runs) -> None:
     check_lora(lora_batch(runs, ranks), LORA_LAYERS[layer])
 
 
@@ -730,7 +733,7 @@ def test_lora_segment_and_rank_combinations(layer: str, ranks: list[list[int]], 
     "runs", [[], [(0, 5)], [(0, LONG_SEGMENT_TOKENS + 5)], [(4, 3), (0, 1), (4, LONG_SEGMENT_TOKENS)]]
 )
 def test_lora_without_weights_keeps_output(runs: Runs) -> None:
-    batch = lora_batch(runs, MIXED_RANKS, factors=[1], shifts=[2])
+    batch = lora_batch(runs, MIXED_RANKS, output_scales=[1], output_biases=[2])
     out = normal(batch.bounds[-1], 16, seed=2)
     before = out.clone()
     reference.add_lora(out, normal(len(out), 10, seed=1), batch, LORA_LAYERS["three targets"])
@@ -771,27 +774,32 @@ def test_lora_nan_stays_in_its_segment() -> None:
 
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("layer", LORA_LAYERS)
-def test_lora_half_precision(layer: str, dtype: torch.dtype) -> None:
+def test_lora_in_half_precision_matches_loop(layer: str, dtype: torch.dtype) -> None:
     runs = [(1, 1), (2, LONG_SEGMENT_TOKENS), (0, 2), (1, 3), (3, 2)]
     check_lora(lora_batch(runs, MIXED_RANKS, dtype=dtype), LORA_LAYERS[layer], tolerance=4e-2)
 
 
 @pytest.mark.parametrize("layer", LORA_LAYERS)
-@pytest.mark.parametrize(("factors", "shifts"), [([1, 3], []), ([], [1, 3]), ([1, 2], [2, 3])])
+@pytest.mark.parametrize(("output_scales", "output_biases"), [([1, 3], []), ([], [1, 3]), ([1, 2], [2, 3])])
 @pytest.mark.parametrize("length", [1, 3, LONG_SEGMENT_TOKENS - 1, LONG_SEGMENT_TOKENS, LONG_SEGMENT_TOKENS + 9])
-def test_factor_is_applied_before_shift(layer: str, factors: list[int], shifts: list[int], length: int) -> None:
+def test_output_scale_is_applied_before_output_bias(
+    layer: str, output_scales: list[int], output_biases: list[int], length: int
+) -> None:
     runs = [(1, length), (0, 2), (3, 1), (2, length), (4, 2), (3, length), (0, LONG_SEGMENT_TOKENS)]
-    batch, targets = lora_batch(runs, [[0] * 4] * 4, factors=factors, shifts=shifts), LORA_LAYERS[layer]
+    batch, targets = (
+        lora_batch(runs, [[0] * 4] * 4, output_scales=output_scales, output_biases=output_biases),
+        LORA_LAYERS[layer],
+    )
     wide = normal(batch.bounds[-1], 24, seed=1)
     expected, local = wide.clone(), wide[:, 3 : 3 + targets[-1].columns.stop]
     for token, target, fields, _ in token_fields(batch, targets):
         width = LORA_WIDTHS[target.index][1]
         for column in range(width):
             at = 3 + target.columns.start + column
-            if fields[Field.FACTOR] >= 0:
-                expected[token, at] *= batch.buffer[fields[Field.FACTOR] + column]
-            if fields[Field.SHIFT] >= 0:
-                expected[token, at] += batch.buffer[fields[Field.SHIFT] + column]
+            if fields[Field.OUTPUT_SCALE] >= 0:
+                expected[token, at] *= batch.buffer[fields[Field.OUTPUT_SCALE] + column]
+            if fields[Field.OUTPUT_BIAS] >= 0:
+                expected[token, at] += batch.buffer[fields[Field.OUTPUT_BIAS] + column]
     reference.scale_and_shift(local, batch, targets)
     assert torch.equal(wide, expected)  # unchanged tokens and columns must be bitwise equal
 
@@ -809,9 +817,9 @@ def test_linear_without_adapters_matches_torch(bias: bool, rows: int) -> None:
 
 @pytest.mark.parametrize("with_rank", [False, True])
 @pytest.mark.parametrize("with_vectors", [False, True])
-def test_linear_adds_lora_before_factor_and_shift(with_rank: bool, with_vectors: bool) -> None:
+def test_linear_adds_lora_before_output_scale_and_bias(with_rank: bool, with_vectors: bool) -> None:
     having = [1] if with_vectors else []
-    batch = lora_batch([(0, 2), (1, 3)], [[4 * with_rank] * 4], factors=having, shifts=having)
+    batch = lora_batch([(0, 2), (1, 3)], [[4 * with_rank] * 4], output_scales=having, output_biases=having)
     weights, x = LinearWeights(normal(9, 12, seed=1)), normal(5, 12, seed=2)
     targets = LORA_LAYERS["one target"]
     expected = F.linear(x, weights.plain)

@@ -181,7 +181,7 @@ def test_adapters_on_fused_columns_match_lora_formula(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_adapters_on_fused_transposed_matrix(ranks: int) -> None:
+def test_adapters_on_fused_transposed_matrix_match_lora_formula(ranks: int) -> None:
     """GPT-2's c_attn: one matrix and one adapter target with three sharded parts."""
     weight, added = normal(INPUTS, 36, seed=1), normal(36, seed=2)
     adapters: Adapters = [({"c_attn": lora(INPUTS, 36, rank, 10 + rank)}, 0.5 + rank) for rank in (3, 16, 1)]
@@ -198,7 +198,7 @@ def test_adapters_on_fused_transposed_matrix(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("fan_in_fan_out", [False, True])
-def test_adapters_on_row_parallel_linear(ranks: int, fan_in_fan_out: bool) -> None:
+def test_adapters_on_row_parallel_linear_match_lora_formula(ranks: int, fan_in_fan_out: bool) -> None:
     weight, added = normal(10, INPUTS, seed=1), normal(10, seed=2)
     tensors = {"proj.weight": weight.t().contiguous() if fan_in_fan_out else weight, "proj.bias": added}
     adapters: Adapters = [
@@ -218,7 +218,7 @@ def test_adapters_on_row_parallel_linear(ranks: int, fan_in_fan_out: bool) -> No
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_dora_and_biases_on_fused_columns(ranks: int) -> None:
+def test_dora_and_biases_on_fused_columns_match_reference(ranks: int) -> None:
     """The delta is added before the factor multiplies, and the bias is not multiplied."""
     sizes = {"q": 8, "k": 4}
     base = {name: normal(size, INPUTS, seed=size) for name, size in sizes.items()}

@@ -277,7 +277,7 @@ def test_contradicting_rope_fields_are_rejected() -> None:
 
 
 @pytest.mark.parametrize("truncate", [False, None])
-def test_yarn_without_truncation(truncate: bool | None) -> None:
+def test_yarn_without_truncation_matches_transformers(truncate: bool | None) -> None:
     """Treat null as false, as transformers does."""
     parameters = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
     rotary: Any = load_rotary(spelled(rope_parameters=parameters | {"truncate": truncate}), HEAD_DIM, CPU)

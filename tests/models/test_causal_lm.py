@@ -196,7 +196,7 @@ def test_stop_token_stops_request_and_may_be_excluded(lm: CausalLM) -> None:
         ({"stop_sequences": ["ghx"], "exclude_stop": True}, "bcdefgh", 8),  # held back and emitted at the end
     ],
 )
-def test_stop_strings_across_tokens(
+def test_stop_strings_are_found_across_tokens(
     lm: CausalLM, monkeypatch: pytest.MonkeyPatch, stop: dict[str, Any], text: str, count: int
 ) -> None:
     script = Script(lm, monkeypatch, [tokens_of(lm, letter)[0] for letter in "abcdefgh"])
@@ -312,7 +312,7 @@ def test_adapters_are_rejected(lm: CausalLM) -> None:
             lm.forward(ids, torch.ones_like(ids), torch.zeros_like(ids), None, data)
 
 
-def test_special_token_as_stop_string(lm: CausalLM) -> None:
+def test_special_token_can_be_stop_string(lm: CausalLM) -> None:
     """Special tokens have no text, so the stop string is converted to a token ID."""
     stop = {"stop_sequences": ["</s>"], "ignore_eos_token": True}
     (result,) = run(lm, request(0, PROMPT, stop=stop, logit_bias=bias(EOS_ID)))

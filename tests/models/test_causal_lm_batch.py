@@ -62,7 +62,7 @@ def test_batch_fields_match_contract_order() -> None:
     assert issubclass(CausalLMBatch, Batch)
 
 
-def test_contract_import_paths(lm: CausalLM) -> None:
+def test_contract_import_paths_exist(lm: CausalLM) -> None:
     assert lm.batch_type is CausalLMBatch
 
 
@@ -141,7 +141,7 @@ def test_truncate_keeps_last_tokens_per_request(lm: CausalLM) -> None:
     assert prompts == [full, full[-3:], full[-1:], LONG[-2:], SHORT]
 
 
-def test_adapter_specific_tokenizer(lm: CausalLM) -> None:
+def test_adapter_tokenizer_tokenizes_its_requests(lm: CausalLM) -> None:
     own, other = make_tokenizer(eos_token="t", pad_token="<s>"), make_tokenizer(eos_token=None)
     tokenizers = TokenizerManager()
     tokenizers.add_tokenizer(3, other)
@@ -468,7 +468,7 @@ def unfolded(batch: CausalLMBatch) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("folded", [False, True])
-def test_filter_with_transposed_keys(lm: CausalLM, folded: bool) -> None:
+def test_filter_supports_transposed_keys(lm: CausalLM, folded: bool) -> None:
     batch = hand_made(lm, [0, 1, 2], folded)
     keys, values = unfolded(batch)
     kept = batch.filter([2, 1])
@@ -480,7 +480,7 @@ def test_filter_with_transposed_keys(lm: CausalLM, folded: bool) -> None:
 
 
 @pytest.mark.parametrize("folded", [False, True])
-def test_concatenate_with_transposed_keys(lm: CausalLM, folded: bool) -> None:
+def test_concatenate_supports_transposed_keys(lm: CausalLM, folded: bool) -> None:
     batches = [hand_made(lm, [1], folded), hand_made(lm, [0, 2], folded)]
     (short_keys, short_values), (keys, values) = map(unfolded, batches)
     joined = CausalLMBatch.concatenate(batches)
@@ -493,7 +493,7 @@ def test_concatenate_with_transposed_keys(lm: CausalLM, folded: bool) -> None:
     assert joined.past_key_values[0][0].shape == (2, HEADS, SIZE, 2)
 
 
-def test_folded_heads_with_standard_layout(lm: CausalLM) -> None:
+def test_folded_heads_with_standard_layout_are_supported(lm: CausalLM) -> None:
     batch = Driver(lm).steps(three(lm), 1)
     before = copy.deepcopy(batch)
     assert batch.past_key_values is not None

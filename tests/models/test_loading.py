@@ -60,7 +60,7 @@ def test_requested_dtype_is_used(zoo: Zoo) -> None:
     assert all(output.end is not None for output in outputs)
 
 
-def test_model_properties(zoo: Zoo) -> None:
+def test_padded_model_properties(zoo: Zoo) -> None:
     lm = zoo.served("llama")
     assert lm.requires_padding
     assert lm.dynamic_adapter_loading_enabled is False
@@ -255,7 +255,7 @@ def test_tokenizer_larger_than_vocabulary_is_supported(variant: Variant) -> None
         ),
     ],
 )
-def test_max_positions_of_configs(variant: Variant, name: str, config: dict[str, Any], limit: int) -> None:
+def test_max_positions_follow_config(variant: Variant, name: str, config: dict[str, Any], limit: int) -> None:
     lm = load(variant(name, **config))
     assert max_positions(lm.config) == limit
     run(lm, request(0, [5] * (limit - 1), 1))

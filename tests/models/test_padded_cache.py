@@ -119,7 +119,7 @@ def test_two_appends_to_same_cache_are_independent() -> None:
     assert torch.equal(longer[0][:, :, :-1], one[0])
 
 
-def test_append_to_fused_or_expanded_keys() -> None:
+def test_append_supports_fused_and_expanded_keys() -> None:
     """Use keys as models return them: views of a fused projection, or one head for all."""
     fused = torch.randn(2, 4, HEADS, 2 * KEY).transpose(1, 2)
     keys, values = fused[..., :KEY], torch.randn(2, 1, 4, VALUE).expand(2, HEADS, 4, VALUE)

@@ -24,8 +24,9 @@ from lorax_server.distributed import FakeGroup
 from lorax_server.errors import ConfigError, UnsupportedModelError, WeightsError
 from lorax_server.kernels import reference
 from lorax_server.kernels.cpu.ops import CpuOps
+from lorax_server.model_types import MODELS, find_similar_types
 from lorax_server.models import get_model, registry
-from lorax_server.models.registry import MODELS, build_model, find_model_class, find_similar_types
+from lorax_server.models.registry import build_model, find_model_class
 from tests.builders import memory_weights
 from tests.paged import PagedDriver
 
@@ -120,7 +121,7 @@ def test_registered_classes_are_importable(model_type: str) -> None:
 @pytest.mark.parametrize("is_fast", [False, True])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("asked", [None, "float32", "float16", "bfloat16"])
-def test_dtype_selection(
+def test_dtype_follows_request_checkpoint_and_cpu(
     llama: Path,
     tmp_path: Path,
     stored: torch.dtype,

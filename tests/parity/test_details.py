@@ -86,7 +86,7 @@ def test_slot_minus_one_is_not_written(device: torch.device) -> None:
         assert int((keys[:, 0, :, 0] != 0).sum()) == int((values[:, 0, :, 0] != 0).sum()) == len(IDS) - 4
 
 
-def test_create_layer_fn(device: torch.device) -> None:
+def test_create_layer_fn_builds_custom_layers(device: torch.device) -> None:
     """Build layers by a function of the caller: here the second of three does nothing."""
     oracle, _ = make("llama-gqa", device)
     made = []
@@ -114,7 +114,7 @@ def test_create_layer_fn(device: torch.device) -> None:
         assert (logits - oracle(torch.tensor([IDS], device=device)).logits[0]).abs().max() < 1e-4
 
 
-def test_prefix(device: torch.device) -> None:
+def test_tensor_name_prefix_is_applied(device: torch.device) -> None:
     """Load a language model inside a larger model, with prefixed tensor names."""
     oracle, model = make("llama-gqa", device)
     tensors = {f"language_model.{name}": tensor for name, tensor in checkpoint("llama-gqa", oracle).items()}
@@ -183,7 +183,7 @@ def test_tied_head_shares_memory(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("name", ["neox-parallel", "neox-tied-head"])
-def test_neox_from_a_folder(name: str, tmp_path: Path, device: torch.device) -> None:
+def test_neox_checkpoint_with_embed_out_loads(name: str, tmp_path: Path, device: torch.device) -> None:
     """Saved checkpoints call the head `embed_out`; adapters, like transformers, call it `lm_head`."""
     oracle = make_oracle(name).to(device)
     oracle.save_pretrained(tmp_path)

@@ -82,18 +82,23 @@ def units(models: Models) -> list[int]:
     return [prepare(open_adapter(f, targets), targets, torch.float32, FakeGroup()).units for f in models.folders]
 
 
-def make_engine(models: Models, depth: int = 2, **settings: Any) -> Engine:
+def make_engine(models: Models, max_steps_in_flight: int = 2, **settings: Any) -> Engine:
     """Create an engine with few blocks, small steps and memory for one adapter at a time."""
     small: dict[str, Any] = {
-        "max_rows": 4,
+        "max_num_seqs": 4,
         "max_step_tokens": 12,
         "max_length": 48,
         "cache_bytes": NUM_BLOCKS * block_bytes(models.ours, BLOCK_SIZE),
         "adapter_bytes": max(units(models)) * UNIT_BYTES,
         "sources": SourceConfig((models.folders[0].parent,)),
-        "adapter_patience_s": 0.0,
+        "adapter_eviction_delay_s": 0.0,
     }
-    config = EngineConfig(ModelConfig(Path("in-memory")), depth=depth, block_size=BLOCK_SIZE, **small | settings)
+    config = EngineConfig(
+        ModelConfig(Path("in-memory")),
+        max_steps_in_flight=max_steps_in_flight,
+        block_size=BLOCK_SIZE,
+        **small | settings,
+    )
     return assemble(config, build_paged_worker(models.ours, config, FakeGroup()))
 
 
@@ -179,7 +184,7 @@ def test_batched_requests_match_single_requests(name: str, device: torch.device,
     assert status.free_blocks == NUM_BLOCKS
 
 
-def test_adapters_of_other_methods(tmp_path: Path) -> None:
+def test_non_lora_adapters_match_peft(tmp_path: Path) -> None:
     cases = [CASES[name] for name in ("ia3", "vera", "llama-gqa-ln-tuning", "saved-block")]
     folders = [tmp_path / f"adapter{number}" for number in range(len(cases))]
     for case, folder in zip(cases, folders, strict=True):
@@ -286,14 +291,16 @@ def test_sampling_depends_only_on_request(device: torch.device, tmp_path: Path) 
     wishes: dict[str, Any]
     wishes = {"do_sample": True, "temperature": 0.9, "top_p": 0.9, "repetition_penalty": 1.1, "frequency_penalty": 0.2}
 
-    def run(wanted: Sequence[int], depth: int, seed: int) -> Workload:
-        workload = Workload(make_engine(models, depth), models.folders, seed)
+    def run(wanted: Sequence[int], max_steps_in_flight: int, seed: int) -> Workload:
+        workload = Workload(make_engine(models, max_steps_in_flight), models.folders, seed)
         for i in wanted:
             workload.add(i, prompts[i], adapter=ADAPTER_OF_REQUEST[i], sampling=SamplingParams(seed=i, **wishes))
         workload.finish()
         return workload
 
-    workloads = [run(range(len(prompts)), depth, seed) for depth, seed in ((1, 0), (2, 1), (2, 2))]
+    workloads = [
+        run(range(len(prompts)), max_steps_in_flight, seed) for max_steps_in_flight, seed in ((1, 0), (2, 1), (2, 2))
+    ]
     for i in range(len(prompts)):
         alone = run([i], 1, 0).tokens(i)
         assert all(workload.tokens(i) == alone for workload in workloads)

@@ -204,7 +204,7 @@ def check_errors(
 
 
 @pytest.mark.usefixtures("best_kernels")
-def test_logits(pair: Pair, record_property: Any) -> None:
+def test_logit_errors_match_transformers_in_half_precision(pair: Pair, record_property: Any) -> None:
     rows = make_rows()
     found = run_batches(pair.ours, rows)
     exact, peers = ([compute_logits(model, row) for row in rows] for model in (pair.oracle, pair.peer))
@@ -238,7 +238,7 @@ def make_adapters(pair: Pair) -> list[tuple[Factors, float]]:
 
 
 @pytest.mark.usefixtures("best_kernels")
-def test_adapters(pair: Pair, record_property: Any) -> None:
+def test_adapter_logit_errors_match_peft_in_half_precision(pair: Pair, record_property: Any) -> None:
     rows, adapters = make_rows(), make_adapters(pair)
     arena = make_arena(collect_adapter_targets(pair.ours), adapters, GPU, pair.dtype)
     found = run_batches(pair.ours, rows, arena)
@@ -259,7 +259,7 @@ def generate(model: PagedCausalLM, prompts: Sequence[list[int]], count: int) -> 
     """Generate greedily in the engine, with graphs; steps are too small for the longest prompt."""
     config = EngineConfig(
         ModelConfig(Path("in-memory"), device="cuda"),
-        max_rows=len(prompts),
+        max_num_seqs=len(prompts),
         max_step_tokens=64,
         max_length=256,
         cache_bytes=2**26,
@@ -280,7 +280,7 @@ def generate(model: PagedCausalLM, prompts: Sequence[list[int]], count: int) -> 
 
 
 @pytest.mark.usefixtures("best_kernels")
-def test_greedy_text(pair: Pair, record_property: Any) -> None:
+def test_greedy_tokens_match_transformers(pair: Pair, record_property: Any) -> None:
     """Tokens equal transformers' greedy tokens in float32 and half precision, except near ties."""
     prompts = [row[:length] for row, length in zip(make_rows()[1:], (1, 9, 150, 40), strict=False)]
     compared = same = 0
@@ -300,7 +300,7 @@ def test_greedy_text(pair: Pair, record_property: Any) -> None:
     assert compared > 100
 
 
-def test_float8_cache(ops: Ops, watched: tuple[Watched, Watched], record_property: Any) -> None:
+def test_float8_cache_error_is_bounded(ops: Ops, watched: tuple[Watched, Watched], record_property: Any) -> None:
     """The error is at most the sum of the float8 and half precision errors, with fused kernels and plain torch."""
     pair = Pair("llama-gqa-64", BF16, ops)
     scales = [(0.01 * (layer + 1), 0.02 * (layer + 1)) for layer in range(3)]

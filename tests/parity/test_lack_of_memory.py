@@ -77,16 +77,16 @@ def run_all(models: Models, engine: Engine) -> FailingWorkload:
 
 
 @pytest.mark.parametrize("method", ["_forward", "_choose", "_score_prompts"])
-@pytest.mark.parametrize("depth", slow_except([2], [1, 2]))
+@pytest.mark.parametrize("max_steps_in_flight", slow_except([2], [1, 2]))
 def test_out_of_memory_does_not_change_other_requests(
-    method: str, depth: int, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, max_steps_in_flight: int, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models = make_models("llama-gqa", tmp_path, device)
-    expected = run_all(models, make_engine(models, depth))
+    expected = run_all(models, make_engine(models, max_steps_in_flight))
     assert not expected.failures
     # Some requests must run entirely between two failed steps.
     inject_out_of_memory(monkeypatch, method, lambda step, _: step % (NEW_TOKENS + 4) == 1)
-    workload = run_all(models, make_engine(models, depth))
+    workload = run_all(models, make_engine(models, max_steps_in_flight))
     assert 0 < len(workload.failures) < len(ADAPTER_OF_REQUEST)
     for failure in workload.failures.values():
         assert failure.to_error().status == 503

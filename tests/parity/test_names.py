@@ -46,7 +46,7 @@ def compute_logits(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", [name for name in OTHER_VARIANTS if "-" not in name])
-def test_checkpoints_with_other_tensor_names(name: str) -> None:
+def test_checkpoints_with_alternative_tensor_names_match(name: str) -> None:
     tensors = checkpoint(name, make_oracle(name))
     expected = run(name, tensors)
     short = {key.removeprefix("model.").removeprefix("transformer."): tensor for key, tensor in tensors.items()}

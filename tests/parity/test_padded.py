@@ -93,7 +93,7 @@ def test_left_padded_batch_equals_transformers_alone(name: str, device: torch.de
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", slow_except(QUICK, NAMES))
-def test_padded_equals_paged(name: str, device: torch.device) -> None:
+def test_padded_logits_match_paged_logits(name: str, device: torch.device) -> None:
     oracle, padded = make_pair(name, device)
     paged = PagedDriver(build_model(VARIANTS[name].config(), make_weights(checkpoint(name, oracle), device)))
     ids, mask = left_padded([12, 7], device)
@@ -151,7 +151,7 @@ def test_output_fields_match_transformers(name: str, device: torch.device) -> No
 @torch.no_grad()
 @pytest.mark.parametrize("per_layer", [False, True])
 @pytest.mark.parametrize("name", BOTH)
-def test_head_mask(name: str, per_layer: bool, device: torch.device) -> None:
+def test_head_mask_scales_head_outputs(name: str, per_layer: bool, device: torch.device) -> None:
     """Masking a head is equivalent to scaling its columns in the output projection."""
     oracle, model = make_pair(name, device)
     ids = torch.randint(3, 97, (2, 11), device=device)
@@ -168,7 +168,7 @@ def test_head_mask(name: str, per_layer: bool, device: torch.device) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["neox-parallel", "opt-pre-norm", "opt-projection"])
-def test_adapters(name: str, device: torch.device) -> None:
+def test_padded_batch_with_adapters_matches_merged_models(name: str, device: torch.device) -> None:
     """Pass one adapter index per token of the padded batch, with the base model in one row."""
     oracle, model = make_pair(name, device)
     targets = collect_adapter_targets(model)

@@ -58,7 +58,9 @@ def difference(ours: torch.Tensor, expected: torch.Tensor) -> float:
     return float((ours - expected).abs().max())
 
 
-def test_prefill_and_decode(name: str, pair: Pair, agreement: dict[str, tuple[float, float]]) -> None:
+def test_prefill_and_decode_match_transformers(
+    name: str, pair: Pair, agreement: dict[str, tuple[float, float]]
+) -> None:
     ids = random_ids(PROMPT + DECODE)
     expected = pair.expected(ids)
     driver = pair.driver()
@@ -84,7 +86,7 @@ def test_parity_fails_when_feature_is_disabled(name: str, pair: Pair, device: to
     assert difference(logits, pair.expected(all_ids)[: len(ids)]) > 5 * max(pair.tolerance, 1e-2)
 
 
-def test_greedy_text(pair: Pair) -> None:
+def test_greedy_tokens_match_transformers(pair: Pair) -> None:
     ours = pair.driver().greedy(random_ids(9), DECODE)
     expected = oracle_text(pair.oracle, random_ids(9), ours, pair.tensors)
     assert len(expected) > 1
@@ -92,7 +94,7 @@ def test_greedy_text(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("chunk", slow_except([7, 16], [1, 7, 16, 17]))
-def test_chunked_prefill(pair: Pair, chunk: int) -> None:
+def test_chunked_prefill_matches_transformers(pair: Pair, chunk: int) -> None:
     # With blocks of 8, these chunks end inside blocks and at block boundaries.
     ids = random_ids(36)
     driver = pair.driver(block_size=8)
@@ -101,7 +103,7 @@ def test_chunked_prefill(pair: Pair, chunk: int) -> None:
     assert difference(torch.cat(pieces), pair.expected(ids, len(ids))) < pair.tolerance
 
 
-def test_batch_equals_single_sequences(pair: Pair) -> None:
+def test_batch_matches_single_sequences(pair: Pair) -> None:
     """Prompts, chunks and single tokens of sequences of different lengths in one forward, for several forwards."""
     prompts = [[1], [5], [7, 5], [9, 1, 21], [18]]  # chunk sizes per prompt
     lengths = [sum(chunks) for chunks in prompts]

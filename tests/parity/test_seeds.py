@@ -87,7 +87,7 @@ MODULES = "lorax_server.models.custom_modeling"
 
 
 @pytest.mark.parametrize("path", list(CONTRACTS))
-def test_signatures(path: str) -> None:
+def test_signatures_match_contract(path: str) -> None:
     module, name = path.split(".")
     found = getattr(import_module(f"{MODULES}.{module}"), name)
     constructor, forward = CONTRACTS[path]
@@ -102,7 +102,7 @@ def test_signatures(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", [path for path in CONTRACTS if "flash" in path])
-def test_defaults(path: str) -> None:
+def test_forward_defaults_match_contract(path: str) -> None:
     """The first nine parameters of a paged forward are required, the rest optional."""
     module, name = path.split(".")
     forward = getattr(import_module(f"{MODULES}.{module}"), name).forward
@@ -112,6 +112,6 @@ def test_defaults(path: str) -> None:
 
 
 @pytest.mark.parametrize("module", list(NAMES))
-def test_names(module: str) -> None:
+def test_contract_names_are_classes(module: str) -> None:
     found = import_module(f"{MODULES}.{module}")
     assert all(inspect.isclass(getattr(found, name)) for name in NAMES[module])

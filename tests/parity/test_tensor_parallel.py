@@ -73,7 +73,9 @@ QUICK = ("llama-gqa", "gpt2", "neox-parallel", "opt-pre-norm", "falcon", "bloom"
 
 @pytest.mark.parametrize("size", slow_except(GROUP_SIZES[:1], GROUP_SIZES))
 @pytest.mark.parametrize("name", slow_except(QUICK, VARIANTS), scope="module")
-def test_paged(name: str, size: int, stored: bytes, alone: torch.Tensor, ranks: RankPool) -> None:
+def test_sharded_paged_model_matches_one_rank(
+    name: str, size: int, stored: bytes, alone: torch.Tensor, ranks: RankPool
+) -> None:
     for logits in ranks.run(size, run_paged, name, stored):
         assert logits.shape == alone.shape
         assert (logits - alone).abs().max() < (TOLERANCE[name] if "fp8" in name else limit(alone))
@@ -81,7 +83,7 @@ def test_paged(name: str, size: int, stored: bytes, alone: torch.Tensor, ranks: 
 
 @pytest.mark.parametrize("size", slow_except(GROUP_SIZES[-1:], GROUP_SIZES))
 @pytest.mark.parametrize("name", slow_except(QUICK, PADDED), scope="module")
-def test_padded(name: str, size: int, stored: bytes, ranks: RankPool) -> None:
+def test_sharded_padded_model_matches_one_rank(name: str, size: int, stored: bytes, ranks: RankPool) -> None:
     alone = run_padded(FakeGroup(), name, stored)
     for logits in ranks.run(size, run_padded, name, stored):
         assert (logits - alone).abs().max() < limit(alone)

@@ -94,7 +94,7 @@ def test_disallowed_tokens_have_no_probability(vocab: int, beyond: int, ops: Ops
                 assert found.logprobs[row].view(torch.int32) == plain.logprobs[row].view(torch.int32)
 
 
-def test_masks_of_other_rows_change_no_bits(ops: Ops, device: torch.device) -> None:
+def test_masks_do_not_change_bits_of_other_rows(ops: Ops, device: torch.device) -> None:
     """Includes sampled rows with raw log probabilities."""
     drawn = SamplingParams(do_sample=True, temperature=2.0, top_p=0.99, raw_logprobs=True)
     rows = [SequenceSampling(replace(drawn, seed=seed)) for seed in range(40)]
@@ -140,8 +140,8 @@ def test_empty_mask_gives_token_with_nan_logprob(ops: Ops, device: torch.device)
     assert bool(found.logprobs.isnan().all())
 
 
-def test_select_masks_of_some_rows() -> None:
+def test_select_returns_masks_of_selected_rows() -> None:
     masks = TokenMasks(torch.tensor([5, 1, 3]), torch.tensor([[50], [10], [30]], dtype=torch.int32))
     taken = masks.select(torch.tensor([0, 3, 5]), 6)
     assert taken.rows.tolist() == [0, 1, 2]
-    assert taken.words.tolist() == [[-1], [30], [50]]
+    assert taken.masks.tolist() == [[-1], [30], [50]]

@@ -141,7 +141,7 @@ def test_bias_outside_vocabulary_is_rejected(device: torch.device) -> None:
         chooser(torch.tensor([[1]], device=device), torch.zeros(1, 9, device=device))
 
 
-def test_chooser_is_reusable_for_other_vocabularies(device: torch.device) -> None:
+def test_chooser_is_reusable_for_different_vocabulary_sizes(device: torch.device) -> None:
     chooser = NextTokenChooser(SamplingParams(do_sample=True, seed=5), prompt_length=1)
     ids, scores = torch.tensor([[1, 2]], device=device), torch.randn(1, 50, device=device)
     first, again = chooser(ids, scores), chooser(ids, scores)

@@ -188,7 +188,7 @@ def test_tokens_beyond_row_length_are_ignored(device: torch.device) -> None:
         assert of_row(choose(rows, device, garbage, extra=1), 0) == expected
 
 
-def test_watermark_with_row_without_tokens(device: torch.device) -> None:
+def test_watermark_supports_rows_without_tokens(device: torch.device) -> None:
     logits = torch.zeros(7)
     marked = Row(SamplingParams(watermark=True, num_alternatives=7), (3,), 1, logits)
     together = choose([Row(SamplingParams(), (), 0, logits), marked], device)

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from lorax_server.errors import BusyError, OverloadedError
+from lorax_server.process_tuning import TITLE_KEEPS_ENVIRONMENT
 from lorax_server.sandbox.sandbox import Sandbox
 from lorax_server.sandbox.task import ENVIRONMENT, MAX_ERROR_CHARACTERS, TaskError, TaskKilledError, TaskTimeError
 from tests.sandbox.tasks import make_task
@@ -65,7 +66,7 @@ def test_task_returns_bytes_and_worker_is_reused(sandbox: Sandbox) -> None:
 def test_worker_inherits_no_secrets(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     names = set(sandbox.submit(make_task("get_environment")).result(TIMEOUT_S).decode().split("\n"))
-    ours = {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "HF_HUB_OFFLINE"}
+    ours = {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "HF_HUB_OFFLINE", TITLE_KEEPS_ENVIRONMENT}
     assert names <= {*ENVIRONMENT, *ours, "LC_CTYPE"}  # Python sets the last one
 
 
@@ -111,7 +112,7 @@ def test_cpu_limit_ignores_time_without_cpu(sandbox: Sandbox) -> None:
     assert done.result(TIMEOUT_S) == b"late"
 
 
-def test_wall_time_limit_fails_as_busy(sandbox: Sandbox) -> None:
+def test_wall_time_limit_raises_busy_error(sandbox: Sandbox) -> None:
     pid = find_pid(sandbox)
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(BusyError, match="the machine is busy"):

@@ -21,6 +21,7 @@ from lorax_server.server.http.replica_protocol import SECRET_HEADER
 from tests.demo.server import FOLDER
 from tests.e2e.http_server import Server, import_path
 from tests.e2e.streaming_client import children, num_unfinished, parse_metrics, wait_for
+from tests.processes import has_role
 
 ADMIN = "the-admins"
 SECRET = "the-deployments-secret"
@@ -104,13 +105,11 @@ class Cluster:
     def replicas(self) -> list[Replica]:
         """List the replicas with listening servers."""
         found = []
-        for process in psutil.process_iter(["cmdline"]):
-            if "lorax_server.scale.server_main" in (process.info["cmdline"] or ()):
-                try:
+        for process in psutil.process_iter():
+            with suppress(psutil.NoSuchProcess):
+                if has_role(process, "server"):
                     ports = [each.laddr.port for each in process.net_connections("tcp") if each.status == "LISTEN"]
                     found += [Replica(port, process, process.parent()) for port in ports]
-                except psutil.NoSuchProcess:
-                    continue
         return [each for each in found if self._process.pid in (parent.pid for parent in each.actor.parents())]
 
     def processes(self, mark: str) -> list[psutil.Process]:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from lorax_server.scale.placement import (
-    COLD_EXTRA_REQUESTS,
-    COLD_LOAD_RATIO,
-    HOT_EXTRA_REQUESTS,
+    POPULAR_EXTRA_REQUESTS,
+    UNPOPULAR_EXTRA_REQUESTS,
+    UNPOPULAR_LOAD_RATIO,
     ReplicaChooser,
     Report,
     RoutingKey,
@@ -115,30 +115,32 @@ def test_replica_with_broken_adapter_is_chosen_last(placement: ReplicaChooser) -
     assert choose(placement, "x", failed_replicas=set(REPLICAS) - {first}) == first
 
 
-def test_only_hot_adapters_are_replicated(placement: ReplicaChooser) -> None:
+def test_only_popular_adapters_are_replicated(placement: ReplicaChooser) -> None:
     loads: Counter[str] = Counter()
-    placed: dict[str, set[str]] = {"hot": set(), "cold": set()}
+    placed: dict[str, set[str]] = {"popular": set(), "unpopular": set()}
     for index in range(400):
-        name = "cold" if index % 50 == 49 else "hot"
+        name = "unpopular" if index % 50 == 49 else "popular"
         chosen = choose(placement, name)
         placed[name].add(chosen)
         loads[chosen] += 1
         placement.set_load(chosen, loads[chosen])
-    assert placement.is_hot(hash_name("hot"))
-    assert not placement.is_hot(hash_name("cold"))
-    assert placed["hot"] == set(REPLICAS)
-    assert len(placed["cold"]) == 1
+    assert placement.is_popular(hash_name("popular"))
+    assert not placement.is_popular(hash_name("unpopular"))
+    assert placed["popular"] == set(REPLICAS)
+    assert len(placed["unpopular"]) == 1
     mean = sum(loads.values()) / len(REPLICAS)
-    assert max(loads.values()) <= 1.15 * mean + HOT_EXTRA_REQUESTS + 1
+    assert max(loads.values()) <= 1.15 * mean + POPULAR_EXTRA_REQUESTS + 1
 
 
-def test_cold_adapter_moves_only_above_load_limit(placement: ReplicaChooser) -> None:
+def test_unpopular_adapter_moves_only_above_load_limit(placement: ReplicaChooser) -> None:
     adapter = hash_name("x")
     first, second, *_ = placement.rank(adapter)
     placement.set_report(first, Report(device={adapter}), 0)
-    assert {choose(placement, f"another-{index}") for index in range(100)} == set(REPLICAS)  # so that no adapter is hot
+    assert {choose(placement, f"another-{index}") for index in range(100)} == set(
+        REPLICAS
+    )  # so that no adapter is popular
     # All requests are there: the mean is a quarter of them.
-    limit = COLD_EXTRA_REQUESTS / (1 - COLD_LOAD_RATIO / len(REPLICAS))
+    limit = UNPOPULAR_EXTRA_REQUESTS / (1 - UNPOPULAR_LOAD_RATIO / len(REPLICAS))
     placement.set_load(first, math.floor(limit))
     assert choose(placement, "x", now=100) == first
     placement.set_load(first, math.floor(limit) + 1)

@@ -30,7 +30,6 @@ def test_string_and_typed_arguments_are_equal() -> None:
         ({"look_back_s": 0}, r"look_back_s = 0\.0 must be at least 1"),
         ({"look_back_s": "inf"}, "look_back_s: 'inf' is not a number"),
         ({"replicas": 3, "max_replicas": 2}, "max_replicas = 2 must be at least replicas = 3"),
-        ({"router": "best"}, "router: 'best' is not one of adapters, ray, random"),
         ({"max_total_tokens": -1}, "--max-total-tokens = -1 must be at least 1"),
     ],
 )

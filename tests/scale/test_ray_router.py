@@ -10,7 +10,7 @@ from ray.serve._private.common import DeploymentID, ReplicaID
 from ray.serve.request_router import RequestRouter
 
 from lorax_server.scale.placement import ReplicaChooser, RoutingKey, hash_name
-from lorax_server.scale.ray_router import AdapterRouter, RandomRouter, pack_report
+from lorax_server.scale.ray_router import AdapterRouter, pack_report
 
 DEPLOYMENT = DeploymentID("servers", "lorax")
 NAMES = ("a", "b", "c")
@@ -67,9 +67,3 @@ def test_draining_replicas_get_no_requests(router: Any) -> None:
     replicas = [make_replica(name, is_draining=True) for name in NAMES]
     router.update_replicas(replicas)
     assert choose(router, replicas, RoutingKey(hash_name("poet")), ()) == []
-
-
-def test_random_router_returns_all_replicas() -> None:
-    replicas = [make_replica(name) for name in NAMES]
-    router: Any = RandomRouter.__new__(RandomRouter)
-    assert sorted(choose(router, replicas)) == [[name] for name in NAMES]

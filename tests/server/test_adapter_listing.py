@@ -19,8 +19,8 @@ ADMIN = Key("admin", is_admin=True)
 class Pages(ServiceHarness):
     """A server with `count` names (every `every`-th used) and `others` visible to admins only."""
 
-    def __init__(self, count: int, every: int = 1, others: int = 0) -> None:
-        super().__init__()
+    def __init__(self, count: int, every: int = 1, others: int = 0, host: str = "0.0.0.0") -> None:
+        super().__init__(host=host)
         self.asked: list[Sequence[str]] = []  # of the engine
         self.engine._send = self._reply  # type: ignore[method-assign]
         self.service.model_names.set_folder_names([f"a-{number:05}" for number in range(count)])
@@ -61,6 +61,11 @@ def test_pages_cover_all_adapters(limit: int, others: int) -> None:
             *(f"owner/o-{number:05}" for number in range(rest)),
         ]
         assert all(len(page) == limit for page in pages[:-1])
+
+
+def test_caller_on_same_machine_sees_all_adapters_without_keys() -> None:
+    names = [each["id"] for each in Pages(1, others=2, host="127.0.0.1").page()["data"]]
+    assert names == ["a-00000", "owner/o-00000", "owner/o-00001"]
 
 
 def test_used_adapters_show_their_tier() -> None:

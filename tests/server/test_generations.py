@@ -172,7 +172,7 @@ def test_finish_all_returns_completions_in_order() -> None:
     asyncio.run(check())
 
 
-def test_finish_all_aborts_others_after_failure() -> None:
+def test_finish_all_aborts_remaining_generations_after_failure() -> None:
     async def check() -> None:
         engine = ScriptedEngine()
         running = asyncio.create_task(finish_all(make_generations(engine, 4)))

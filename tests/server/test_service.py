@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import re
 from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from lorax_server.errors import (
     OverloadedError,
     SourceError,
 )
+from lorax_server.server import request_context
 from lorax_server.server.access.keys import KeyRing
 from lorax_server.server.access.model_names import AdapterKey
 from lorax_server.server.http.error_responses import json_response
@@ -74,6 +76,24 @@ def test_finished_request_is_logged_once_and_releases_permit(records: Records) -
     assert record["generated_tokens"] == len(ids("quick brown"))
     assert (record["queue_ms"], record["adapter_ms"], record["cached_tokens"]) == (250, 125, 3)
     assert record["is_dropped"] is False
+
+
+def test_long_request_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(request_context, "LONG_REQUEST_S", 0.01)
+
+    async def check() -> None:
+        harness = ServiceHarness()
+        answer = harness.submit(whole)
+        await settle()
+        harness.engine.emit_tokens(1, *ids("quick"))
+        await asyncio.sleep(0.05)
+        harness.engine.emit_tokens(1, *ids("brown"), end=FinishReason.LENGTH)
+        await answer
+
+    asyncio.run(check())
+    (message,) = [record.message for record in caplog.records if "still running" in record.message]
+    pattern = r"request it is still running after 0.01 s and has \d+ tokens; set a token limit in the request, or use "
+    assert re.match(f"{pattern}--request-timeout-s", message)
 
 
 def test_disconnect_before_response_aborts_request(records: Records) -> None:

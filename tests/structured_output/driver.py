@@ -38,7 +38,7 @@ class Driver:
         self.structured_output.on_event = self.news.set
         self._trials = None if sandbox is None else GrammarTrials(sandbox)
         self._next_id = 0
-        self._settled: dict[int, LoraxError | None] = {}
+        self._results: dict[int, LoraxError | None] = {}
 
     def close(self) -> None:
         self.structured_output.close()
@@ -72,11 +72,11 @@ class Driver:
 
     def settle(self, request_id: int) -> LoraxError | None:
         """Wait until a request has its first mask. Return its error."""
-        while request_id not in self._settled:
+        while request_id not in self._results:
             assert self.news.wait(TIMEOUT_S), "the request is neither rejected nor started"
             self.news.clear()
-            self._settled |= dict(self.structured_output.pop_settled())
-        return self._settled[request_id]
+            self._results |= dict(self.structured_output.pop_results())
+        return self._results[request_id]
 
     def start(self, structure: Structure, **options: object) -> int:
         request_id = self.begin(structure, **options)  # type: ignore[arg-type]
@@ -85,13 +85,13 @@ class Driver:
 
     def find_error(self, request_id: int) -> LoraxError | None:
         """Return the error for a started request."""
-        errors = dict(self.structured_output.pop_settled())
+        errors = dict(self.structured_output.pop_results())
         return errors.get(request_id)
 
     def allowed(self, request_id: int) -> list[int]:
         """Wait for the next mask and list its tokens. Return an empty list if the completion has failed."""
         found = self.structured_output.collect_masks([request_id], TIMEOUT_S).get(request_id)
-        return [] if found is None else list_allowed(found.words)
+        return [] if found is None else list_allowed(found.mask)
 
     def consume(self, request_id: int, *token_ids: int) -> None:
         for token_id in token_ids:

@@ -26,7 +26,7 @@ from tests.test_llm import SMALL, World, write_adapter
 
 Completions = list[Completion]
 LONG = StopParams(max_new_tokens=100)
-SETTINGS: dict[str, Any] = SMALL | {"max_rows": 8, "cache_bytes": 2**20, "max_step_tokens": 64}
+SETTINGS: dict[str, Any] = SMALL | {"max_num_seqs": 8, "cache_bytes": 2**20, "max_step_tokens": 64}
 WORDS = from_regex("([a-z]{1,8} ){2,6}end")
 STRUCTURES: dict[str, Structure] = {
     "json": from_json_schema(PERSON),
@@ -219,9 +219,9 @@ def generate_all(llm: LLM) -> list[list[int]]:
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({"max_step_tokens": 8, "max_rows": 8}, id="prompts in parts"),
-        pytest.param({"depth": 2}, id="two steps at once"),
-        pytest.param({"depth": 3}, id="three steps at once"),
+        pytest.param({"max_step_tokens": 8, "max_num_seqs": 8}, id="prompts in parts"),
+        pytest.param({"max_steps_in_flight": 2}, id="two steps at once"),
+        pytest.param({"max_steps_in_flight": 3}, id="three steps at once"),
         pytest.param({"cache_bytes": 3 * 2**14}, id="preempted"),
     ],
 )
@@ -288,8 +288,8 @@ FAST_FORWARD_STOPS = [
     [
         pytest.param({}, id="plain"),
         pytest.param({"max_step_tokens": 8}, id="prompts in parts"),
-        pytest.param({"depth": 2}, id="two steps at once"),
-        pytest.param({"depth": 3, "max_rows": 3}, id="three steps at once"),
+        pytest.param({"max_steps_in_flight": 2}, id="two steps at once"),
+        pytest.param({"max_steps_in_flight": 3, "max_num_seqs": 3}, id="three steps at once"),
         pytest.param({"cache_bytes": 3 * 2**14}, id="preempted"),
     ],
 )
@@ -348,7 +348,7 @@ def test_late_masks_do_not_change_completions(
 @pytest.mark.slow  # transformers converts the tokenizer twice
 def test_padded_model_matches_grammar(tmp_path: Path) -> None:
     folder = save(tmp_path / "bloom", make_model(SERVED["bloom"]()), make_tokenizer())
-    with LLM(folder, device="cpu", max_rows=4) as padded:
+    with LLM(folder, device="cpu", max_num_seqs=4) as padded:
         completions = padded.generate(
             ["the quick"] * 6, sampled_params(6), LONG, structure=[STRUCTURES["json"], WORDS, None] * 2
         )

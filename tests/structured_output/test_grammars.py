@@ -18,7 +18,10 @@ from lorax_server.structured_output.grammars import (
     from_json_schema,
     from_regex,
 )
+from lorax_server.structured_output.matcher import compile_matcher
 from lorax_server.structured_output.request_formats import read_structure
+from lorax_server.structured_output.vocabulary import Vocabulary
+from lorax_server.text.tokenizer import TextTokenizer
 from lorax_server.text.tools.grammar import (
     MAX_GRAMMAR_CHARACTERS,
     FunctionSchema,
@@ -26,9 +29,11 @@ from lorax_server.text.tools.grammar import (
     ToolFormat,
     write_required,
 )
+from lorax_server.text.tools.json_formats import HermesFormat
 from lorax_server.text.tools.pythonic import PythonicFormat
 from lorax_server.text.tools.qwen3_coder import Qwen3CoderFormat
 from lorax_server.text.tools.references import MAX_LEVELS, check_depth
+from tests.models.tiny import make_tokenizer
 
 STACK = 4 * 2**20  # bytes, as in a trial compile
 COMPILE = """
@@ -145,7 +150,7 @@ def test_deep_json_is_rejected_in_every_input_format() -> None:
     for depth in (MAX_LEVELS, 20_000):
         text = '{"items": ' * depth + "{}" + "}" * depth
         for read in (from_json_schema, lambda each: from_grammar(f"start: %json {each}")):
-            with pytest.raises(InputError, match=r"levels|recursion|is not JSON"):
+            with pytest.raises(InputError, match=r"levels|recursion|is not valid JSON"):
                 read(text)
     with pytest.raises(InputError, match="levels"):
         from_json_schema(deep)
@@ -280,9 +285,64 @@ def test_lone_surrogates_are_rejected(make: Callable[[str], object]) -> None:
     ],
 )
 def test_response_format_schema_as_text_is_rejected(response_format: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match="`response_format`: a JSON schema is an object"):
+    with pytest.raises(InputError, match="`response_format`: the JSON schema must be an object"):
         read_structure({"response_format": response_format})
     assert read_structure({"guided_json": '{"type": "object"}'}) == from_json_schema({"type": "object"})
+
+
+PERSON = {
+    "type": "object",
+    "required": ["name", "ages"],
+    "additionalProperties": False,
+    "properties": {"name": {"type": "string"}, "ages": {"type": "array", "items": {"type": "integer"}}},
+}
+VALUE = {"name": "Ann", "ages": [1, 2]}
+SERIALIZATIONS = {
+    "compact": json.dumps(VALUE, separators=(",", ":")),
+    "default": json.dumps(VALUE),
+    "spaces": '{ "name" : "Ann" , "ages" : [ 1 , 2 ] }',
+    "two spaces": '{"name":  "Ann", "ages": [1, 2]}',
+    "indented": json.dumps(VALUE, indent=2),
+    "tab": '{"name":\t"Ann", "ages": [1, 2]}',
+}
+
+
+@pytest.mark.parametrize(
+    ("whitespace", "accepted"),
+    [
+        (None, ("compact", "default", "spaces")),
+        ("", ("compact",)),
+        (r"[ \n]{1,5}", ("compact", "default", "spaces", "two spaces", "indented")),
+        (r"( |\t)+", ("compact", "default", "spaces", "two spaces", "tab")),
+    ],
+)
+def test_whitespace_between_json_tokens_is_limited(whitespace: str | None, accepted: tuple[str, ...]) -> None:
+    fields: dict[str, Any] = {"json": PERSON} | ({} if whitespace is None else {"whitespace_pattern": whitespace})
+    structure = read_structure({"structured_outputs": fields})
+    assert structure is not None
+    if whitespace is None:
+        assert structure == from_json_schema(PERSON)
+    tokenizer = TextTokenizer(make_tokenizer().backend_tokenizer, {}, {})
+    compiled = compile_matcher(Vocabulary.from_table(tokenizer.token_table()), structure.grammar)
+    found = []
+    for name, text in SERIALIZATIONS.items():
+        matcher, ids = compiled.deep_copy(), tokenizer.encode(text, add_special_tokens=False)
+        if matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting():
+            found.append(name)
+    assert tuple(found) == accepted
+
+
+def test_tool_arguments_have_compact_whitespace() -> None:
+    grammar = write_required(
+        HermesFormat(), [FunctionSchema("f", PERSON, True)], True, MarkerWriter(lambda _: None), None
+    )
+    assert json.dumps({"whitespace_pattern": " "}) in grammar
+
+
+@pytest.mark.parametrize("pattern", ["a", r"\s*", ".", "[^x]", "1", " {1,2", r"\u0020", 5, [" "]])
+def test_whitespace_pattern_must_match_whitespace_only(pattern: Any) -> None:
+    with pytest.raises(InputError, match="`whitespace_pattern` must be a regex of spaces"):
+        read_structure({"structured_outputs": {"json_object": True, "whitespace_pattern": pattern}})
 
 
 def test_non_json_numbers_are_rejected() -> None:

@@ -127,7 +127,7 @@ def test_slow_batch_times_its_grammars_again(driver: Driver, monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("one_by_one")
-def test_gather_returns_without_late_masks(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collect_masks_returns_without_late_masks(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     late, ready = driver.start(LETTERS), driver.start(from_regex("[a-c]{9}"))
     gate = Gate(monkeypatch)
     driver.structured_output.advance([(late, driver.allowed(late)[0])])
@@ -179,7 +179,7 @@ def test_request_removed_during_compile_is_cleaned_up(driver: Driver) -> None:
     assert driver.settle(first) is None
     assert driver.settle(last) is None
     assert ended not in driver.structured_output
-    assert ended not in dict(driver.structured_output.pop_settled())
+    assert ended not in dict(driver.structured_output.pop_results())
 
 
 @pytest.mark.parametrize("num_timed", [2, 10**9])
@@ -201,8 +201,8 @@ def test_batched_masks_equal_single_masks(num_timed: int, driver: Driver, monkey
         assert set(found) == set(requests)
         tokens = []
         for request_id, following in found.items():
-            assert np.array_equal(following.words, states[request_id].words)
-            tokens.append((request_id, int(random.choice(list_allowed(following.words)))))
+            assert np.array_equal(following.mask, states[request_id].mask)
+            tokens.append((request_id, int(random.choice(list_allowed(following.mask)))))
             states[request_id].consume(tokens[-1][1])
         driver.structured_output.advance(tokens)
 
@@ -215,7 +215,7 @@ def test_forced_tokens_are_consumed_ahead(driver: Driver) -> None:
     driver.consume(request_id, driver.allowed(request_id)[0])
     following = driver.structured_output.collect_masks([request_id], TIMEOUT_S)[request_id]
     assert driver.tokenizer.decode(following.forced) == "Q" * 12
-    assert driver.tokenizer.decode([list_allowed(following.words)[0]]) == "a"
+    assert driver.tokenizer.decode([list_allowed(following.mask)[0]]) == "a"
 
 
 def test_forced_tokens_per_step_are_limited(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +224,7 @@ def test_forced_tokens_per_step_are_limited(driver: Driver, monkeypatch: pytest.
     driver.consume(request_id, driver.allowed(request_id)[0])
     following = driver.structured_output.collect_masks([request_id], TIMEOUT_S)[request_id]
     assert len(following.forced) == 5
-    assert len(list_allowed(following.words)) == 1
+    assert len(list_allowed(following.mask)) == 1
 
 
 def test_fast_forward_is_disabled_for_many_completions(model: Path) -> None:
@@ -271,10 +271,10 @@ def test_panic_in_forced_tokens_fails_only_its_completion(driver: Driver, monkey
         consume_forced(state, max_forced)
 
     monkeypatch.setattr(GrammarState, "consume_forced", panic)
-    driver.structured_output.advance([(each, list_allowed(found[each].words)[0]) for each in (wrong, right)])
+    driver.structured_output.advance([(each, list_allowed(found[each].mask)[0]) for each in (wrong, right)])
     assert driver.allowed(right)
     assert not driver.allowed(wrong)
-    errors = dict(driver.structured_output.pop_settled())
+    errors = dict(driver.structured_output.pop_results())
     assert list(errors) == [wrong]
     assert "index out of bounds" in str(errors[wrong])
 
@@ -289,8 +289,8 @@ def test_forced_tokens_equal_single_token_masks(pattern: str, driver: Driver) ->
             assert driver.allowed(alone) == [token_id]
             driver.structured_output.advance([(ahead, token_id), (alone, token_id)])
             forced += 1
-        assert driver.allowed(alone) == list_allowed(following.words)
-        token_id = int(random.choice(list_allowed(following.words)))
+        assert driver.allowed(alone) == list_allowed(following.mask)
+        token_id = int(random.choice(list_allowed(following.mask)))
         if token_id == EOS_ID:
             break
         driver.structured_output.advance([(ahead, token_id), (alone, token_id)])
@@ -336,7 +336,7 @@ def test_running_completions_do_not_exceed_grammar_cache(model: Path, monkeypatc
         driver.close()
 
 
-def test_grammar_of_ended_requests_is_not_compiled(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammar_of_finished_requests_is_not_compiled(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     may_build, ended_grammar = threading.Event(), from_regex("[a-c]{9}")
 
     def build() -> Vocabulary:
@@ -418,7 +418,7 @@ def test_adapter_vocabularies_never_evict_base_vocabulary(driver: Driver) -> Non
         driver.start(LETTERS, vocabulary=make_table(driver, number), tenant=f"tenant {number}")
         for number in range(MAX_VOCABULARIES)
     ]
-    with pytest.raises(BusyError, match="tokenizers of their own"):
+    with pytest.raises(BusyError, match="custom-tokenizer adapters"):
         driver.begin(LETTERS, vocabulary=make_table(driver, 100), tenant="another tenant")
     assert driver.advance(driver.start(LETTERS, tenant="another tenant"), np.random.default_rng(0))
     driver.end(busy[0])
@@ -488,7 +488,7 @@ def test_one_tenant_cannot_use_all_adapter_vocabularies(driver: Driver) -> None:
         driver.start(LETTERS, vocabulary=make_table(driver, number), tenant="greedy")
         for number in range(MAX_TENANT_VOCABULARIES)
     ]
-    with pytest.raises(OverloadedError, match="one client"):
+    with pytest.raises(OverloadedError, match="this client"):
         driver.begin(LETTERS, vocabulary=make_table(driver, 100), tenant="greedy")
     driver.start(LETTERS, vocabulary=make_table(driver, 0), tenant="greedy")  # this tenant already uses this vocabulary
     driver.start(LETTERS, vocabulary=make_table(driver, 101), tenant="other")
@@ -509,7 +509,7 @@ def test_vocabulary_build_error_is_reported() -> None:
         structured_output.on_event = settled.set
         structured_output.start(Request(1, [0], SamplingParams(), STOP, structure=LETTERS))
         assert settled.wait(TIMEOUT_S)
-        assert "not bytes" in str(dict(structured_output.pop_settled())[1])
+        assert "not bytes" in str(dict(structured_output.pop_results())[1])
         with pytest.raises(NotSupportedError, match="not bytes"):  # immediately
             structured_output.start(Request(2, [0], SamplingParams(), STOP, structure=LETTERS))
         assert len(calls) == 1
@@ -533,7 +533,7 @@ def follow(driver: Driver, request_id: int) -> list[int]:
     token_ids: list[int] = []
     while True:
         following = driver.structured_output.collect_masks([request_id], TIMEOUT_S)[request_id]
-        token_id = following.forced[0] if following.forced else list_allowed(following.words)[0]
+        token_id = following.forced[0] if following.forced else list_allowed(following.mask)[0]
         if token_id == EOS_ID:
             return token_ids
         token_ids.append(token_id)

@@ -5,6 +5,8 @@ import time
 
 import psutil
 
+from tests.processes import has_role
+
 WAIT_S = 120.0
 PAUSE_S = 0.005
 
@@ -16,7 +18,7 @@ def find_workers() -> list[psutil.Process]:
 
 def _is_worker(process: psutil.Process) -> bool:
     try:
-        return process.status() != psutil.STATUS_ZOMBIE and "lorax_server.sandbox.worker" in process.cmdline()
+        return process.status() != psutil.STATUS_ZOMBIE and has_role(process, "sandbox")
     except psutil.NoSuchProcess:
         return False
 

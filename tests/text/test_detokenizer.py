@@ -232,7 +232,7 @@ def test_token_text_keeps_space_and_replaces_incomplete_bytes() -> None:
 
 
 @pytest.mark.parametrize("name", OTHER_KINDS)
-def test_other_tokenizers_use_window_detokenizer(name: str) -> None:
+def test_tokenizers_without_bytes_use_window_detokenizer(name: str) -> None:
     assert isinstance(make_detokenizer(OTHER_KINDS[name]()), WindowDetokenizer)
 
 

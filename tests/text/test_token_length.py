@@ -113,7 +113,7 @@ def test_min_token_count_is_a_lower_bound(name: str) -> None:
         assert tokenizer.min_token_count(text) <= len(backend.encode(text, add_special_tokens=False).ids)
 
 
-def test_min_token_count_for_long_text() -> None:
+def test_min_token_count_of_long_text_uses_longest_token() -> None:
     tokenizer = load_tokenizer(DEMO)
     assert tokenizer.min_token_count("word " * 380_000) == -(-1_900_000 // 13)
 

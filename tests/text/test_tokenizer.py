@@ -321,7 +321,7 @@ def test_conversion_limits_cpu_time_and_file_size(
         load_tokenizer(save_vocab_and_merges(tmp_path))
 
 
-def test_hanging_conversion_fails_as_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_conversion_raises_busy_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer, "CONVERT", HANG._replace(wall_s=0.1))
     with pytest.raises(BusyError, match=r"took more than 0\.1 s"):
         load_tokenizer(save_vocab_and_merges(tmp_path))
@@ -406,7 +406,7 @@ def plain(plain_folder: Path) -> TextTokenizer:
 
 def test_encode_rejects_lone_surrogates(plain: TextTokenizer) -> None:
     for cut in (plain.encode, plain.pieces):
-        with pytest.raises(InputError, match="cannot be made into tokens"):
+        with pytest.raises(InputError, match="cannot be tokenized"):
             cut("a\ud800b")
 
 
@@ -427,7 +427,7 @@ def test_decode_rejects_unused_token_id(tmp_path: Path) -> None:
 
 def test_encode_rejects_text_outside_vocabulary() -> None:
     backend = Tokenizer(models.WordPiece({"a": 0}, unk_token="[UNK]"))
-    with pytest.raises(InputError, match="cannot be made into tokens"):
+    with pytest.raises(InputError, match="cannot be tokenized"):
         TextTokenizer(backend, {}, {}).encode("b")
 
 
@@ -519,7 +519,7 @@ def test_identical_adapter_tokenizer_returns_base_tokenizer(
         ({"tokenizer_class": "GPT2Tokenizer"}, False),
     ],
 )
-def test_config_changes_that_prevent_tokenizer_sharing(
+def test_changed_config_prevents_tokenizer_sharing(
     changes: dict[str, Any], is_shared: bool, plain: TextTokenizer, plain_folder: Path, tmp_path: Path
 ) -> None:
     folder = save(tmp_path, byte_level().tokenizer, **changes)
@@ -530,7 +530,7 @@ def test_config_changes_that_prevent_tokenizer_sharing(
         assert [shared.encode(text) for text in TEXTS] == [wanted(text)["input_ids"] for text in TEXTS]
 
 
-def test_chat_template_from_separate_config(tmp_path: Path) -> None:
+def test_chat_template_is_read_from_separate_config(tmp_path: Path) -> None:
     folder = save(tmp_path / "model", byte_level().tokenizer, chat_template="of the model")
     other = save(tmp_path / "other", byte_level().tokenizer, chat_template="of the file")
     assert load_tokenizer(folder).chat_templates == {"default": "of the model"}

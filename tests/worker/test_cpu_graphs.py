@@ -124,18 +124,18 @@ def test_cpu_graphs_match_eager_steps_bitwise(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "gpt2", "opt-projection", "neox-parallel", "qwen3-window"])
-def test_adapters_of_all_kinds(name: str) -> None:
+def test_cpu_graphs_match_eager_steps_with_all_adapter_methods(name: str) -> None:
     model = make_model(name, CPU)
     assert run_random_plans(model, [*make_mixed_host_adapters(model), *make_hosts(model)[:2]], steps=60).kinds
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "gpt2"])
-def test_model_without_adapter_memory(name: str) -> None:
+def test_cpu_graphs_without_adapter_memory_match_eager_steps(name: str) -> None:
     assert len(run_random_plans(make_model(name, CPU), [], seed=14).kinds) > 3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype: torch.dtype) -> None:
+def test_half_precision_cpu_graphs_match_eager_steps(dtype: torch.dtype) -> None:
     config = LlamaConfig(
         hidden_size=64,
         intermediate_size=96,
@@ -191,7 +191,7 @@ class TwoSequencePlans:
         )
 
 
-def test_blocks_added_one_at_a_time_up_to_max_length() -> None:
+def test_cpu_graphs_match_eager_steps_up_to_max_length() -> None:
     model = make_model("llama-gqa", CPU)
     eager, recorded = make_pair(model, [])
     duet = TwoSequencePlans()
@@ -200,7 +200,7 @@ def test_blocks_added_one_at_a_time_up_to_max_length() -> None:
     assert recorded.kinds == {GraphKey(2)}
 
 
-def test_adapters_moved_and_replaced_between_steps() -> None:
+def test_cpu_graphs_follow_adapter_moves_and_replacements() -> None:
     model = make_model("llama-gqa", CPU)
     hosts = make_hosts(model)
     eager, recorded = make_pair(model, hosts)
@@ -222,16 +222,16 @@ def test_adapters_moved_and_replaced_between_steps() -> None:
     assert recorded.kinds == {GraphKey(2), GraphKey(2, has_adapters=True)}
 
 
-def test_rotary_tables_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_graphs_match_eager_steps_after_rotary_table_growth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rotary, "INITIAL_TABLE_ROWS", 8)
     eager, recorded = make_pair(make_model("llama-gqa", CPU), [])
-    rows = recorded.graphs._room
+    rows = recorded.graphs._rotary_capacity
     recorded.graphs._model = make_model("llama-gqa", CPU)  # with separate tables
     duet = TwoSequencePlans()
     for _ in range(MAX_LENGTH - 2):
         check_step(eager, recorded, duet.plan([0, 0]))
     assert rows == 8
-    assert recorded.graphs._room == 32
+    assert recorded.graphs._rotary_capacity == 32
 
 
 def known_plan(
@@ -292,7 +292,7 @@ def test_unrecordable_model_runs_without_graphs(caplog: pytest.LogCaptureFixture
     assert [record.message for record in caplog.records if "without CPU graphs" in record.message]
 
 
-def test_conditions_for_cpu_graphs() -> None:
+def test_cpu_graphs_need_one_rank_and_recordable_ops() -> None:
     model = make_model("llama-gqa", CPU)
     two: Any = SimpleNamespace(size=lambda: 2)
     assert uses_cpu_graphs(model, FakeGroup())
@@ -302,7 +302,7 @@ def test_conditions_for_cpu_graphs() -> None:
     assert not uses_cpu_graphs(model, FakeGroup())
 
 
-def test_cpu_graph_sizes() -> None:
+def test_cpu_graphs_cover_all_small_decode_batches() -> None:
     assert list(GraphSizes.choose_for_cpu().decode) == list(range(1, MAX_CPU_GRAPH_TOKENS + 1))
     assert not GraphSizes.choose_for_cpu().mixed
 

@@ -228,7 +228,7 @@ def test_padded_inputs_match_unpadded_tokens(name: str) -> None:
     check_same(model, make_hosts(model), len(name), steps=16, capture=False)
 
 
-def test_padded_inputs_without_adapters() -> None:
+def test_padded_inputs_without_adapters_match_unpadded_tokens() -> None:
     check_same(make_model("llama-gqa", CPU), [], 1, steps=20, capture=False)
 
 

@@ -150,5 +150,5 @@ def test_uploaded_masks_are_padded_to_vocabulary(device: str) -> None:
         masks = StepMasks(np.array([4, 0, 2]), [np.array(each, np.int32) for each in words])
         sent = lane.upload(masks, vocab_size=60)
         assert sent.rows.tolist() == [4, 0, 2]
-        assert sent.words.tolist() == [[7, 0], [1, -1], [3, 4]]
-        assert sent.words.device.type == device
+        assert sent.masks.tolist() == [[7, 0], [1, -1], [3, 4]]
+        assert sent.masks.device.type == device

@@ -192,14 +192,14 @@ def test_padded_inputs_match_unpadded_tokens(name: str) -> None:
     assert check_traffic(traffic, rigs, 50, is_close) == set(sizes)
 
 
-def test_padded_inputs_without_adapters() -> None:
+def test_padded_inputs_without_adapters_match_unpadded_tokens() -> None:
     model, sizes = make_model("llama-gqa", CPU), (6, 20)
     rigs = make_rigs(model, [], SMALL, {}, {"graph_sizes": GraphSizes([1, 4], sizes), "capture": False})
     assert check_traffic(Traffic(**SMALL, most=24, num_hosts=0, seed=5), rigs, 40, is_close) == set(sizes)
 
 
 @pytest.mark.parametrize("size", [16, 32, 96, 192, 256, 320, 640, 1280])
-def test_padded_inputs_of_all_sizes(size: int) -> None:
+def test_padded_inputs_of_all_sizes_match_unpadded_tokens(size: int) -> None:
     shape: dict[str, Any] = {"max_num_seqs": 24, "max_length": 64, "block_size": 8}
     model = make_model("qwen3-window", CPU)
     hosts = make_hosts(model)

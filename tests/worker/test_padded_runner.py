@@ -535,10 +535,15 @@ def test_invalid_plans_fail_assertions(lm: CausalLM, name: str) -> None:
 
 
 @pytest.mark.parametrize(("requested", "expected"), [(None, 128), (100, 100), (500, 128)])
-def test_capabilities(lm: CausalLM, requested: int | None, expected: int) -> None:
+def test_padded_models_have_limited_capabilities(lm: CausalLM, requested: int | None, expected: int) -> None:
     found = padded_capabilities(lm, max_num_seqs=5, max_length=requested)
     assert (found.vocab_size, found.max_num_seqs, found.max_length) == (VOCAB, 5, expected)
-    assert (found.depth, found.can_chunk, found.can_reuse, found.num_adapter_units) == (1, False, False, 0)
+    assert (found.max_steps_in_flight, found.can_chunk, found.can_reuse, found.num_adapter_units) == (
+        1,
+        False,
+        False,
+        0,
+    )
     assert (found.model_type, found.model_class) == ("gptj", "GPTJForCausalLM")
     assert found.max_step_tokens == expected + 5
     assert found.num_blocks == 5 * math.ceil(expected / found.block_size)

@@ -123,7 +123,7 @@ def test_preparer_pauses_while_engine_is_busy(
     assert take(preparer, 1)[0].error is None
 
 
-def test_pause_is_limited(
+def test_pause_has_maximum_duration(
     originals: Path, targets: dict[str, AdapterTarget], preparer: Preparer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preparer_module, "MAX_PAUSE_S", 0.001)
@@ -152,7 +152,9 @@ def test_ready_adapter_equals_direct_preparation(
 @pytest.mark.parametrize(
     "merge", [Merge((0.7, -0.4)), Merge((1.0, 0.5), "ties", 0.6), Merge((1.0, 2.0), "dare_ties", 0.5)]
 )
-def test_merges(merge: Merge, preparer: Preparer, targets: dict[str, AdapterTarget], originals: Path) -> None:
+def test_prepared_merge_equals_direct_merge(
+    merge: Merge, preparer: Preparer, targets: dict[str, AdapterTarget], originals: Path
+) -> None:
     folders = [originals / "plain", originals / "rank-pattern"]
     if merge.strategy != "linear":
         folders[1] = originals / "plain"
@@ -505,7 +507,7 @@ def test_ranks_prepare_consistently(
 
 
 def _factor(host: HostAdapter, index: int) -> torch.Tensor:
-    start = int(host.table[index, Field.FACTOR])
+    start = int(host.table[index, Field.OUTPUT_SCALE])
     assert start >= 0
     return host.buffer[start : start + 32]
 

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import pickle
+import re
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ import torch
 
 from lorax_server.adapters.host import UNIT_BYTES
 from lorax_server.adapters.spec import AdapterSpec
+from lorax_server.cli.flags import FLAGS
 from lorax_server.config import EngineConfig, ModelConfig
 from lorax_server.distributed import FakeGroup
 from lorax_server.errors import BusyError, ConfigError, EngineError
@@ -22,7 +24,8 @@ from lorax_server.kernels import Ops, reference
 from lorax_server.layers.norm import RMSNorm
 from lorax_server.layers.rotary import DynamicRotaryEmbedding, RotaryEmbedding
 from lorax_server.machine import GRAMMAR_CACHE_BYTES, machine_bytes, resident_bytes
-from lorax_server.models.registry import MODELS, build_model, get_model
+from lorax_server.model_types import MODELS
+from lorax_server.models.registry import build_model, get_model
 from lorax_server.plan import (
     AdapterOp,
     Capabilities,
@@ -59,7 +62,9 @@ from tests.parity.adapters.served import make_model as make_paged
 from tests.parity.variants import VARIANTS, checkpoint, make_oracle, make_weights
 
 CPU = torch.device("cpu")
-CONFIG = EngineConfig(ModelConfig(Path("in-memory")), max_rows=2, block_size=4, cache_bytes=2**16, adapter_bytes=2**16)
+CONFIG = EngineConfig(
+    ModelConfig(Path("in-memory")), max_num_seqs=2, block_size=4, cache_bytes=2**16, adapter_bytes=2**16
+)
 
 
 # --- Plans ------------------------------------------------------------------------------------------------------------
@@ -285,7 +290,7 @@ def test_pop_prepared_returns_preparer_results(worker: Worker, record: Record) -
     assert worker.pop_prepared() == [Prepared("a")]
 
 
-def test_worker_without_adapters(record: Record) -> None:
+def test_worker_without_adapters_rejects_adapter_operations(record: Record) -> None:
     below: Any = record
     worker = Worker(Capabilities(97, 2, 8, 2, 4), below)
     worker.submit(make_plan(0, [], [0]))
@@ -296,7 +301,7 @@ def test_worker_without_adapters(record: Record) -> None:
     worker.close()
 
 
-def test_model_step_with_and_without_sequences() -> None:
+def test_steps_without_sequences_return_empty_results() -> None:
     worker = build_paged_worker(make_paged("llama-gqa", CPU), CONFIG, FakeGroup())
     worker.submit(make_plan(0))
     assert worker.collect() == StepResult(0, [], [])
@@ -327,42 +332,42 @@ def test_model_step_with_and_without_sequences() -> None:
 )
 def test_length_dependent_models_have_rope_rule(name: str, rope: RopeRule, max_length: int) -> None:
     model = make_paged(name, CPU)
-    config = EngineConfig(CONFIG.model, max_rows=2, block_size=4, cache_bytes=2**24, adapter_bytes=0)
+    config = EngineConfig(CONFIG.model, max_num_seqs=2, block_size=4, cache_bytes=2**24, adapter_bytes=0)
     capabilities = build_paged_worker(model, config, FakeGroup()).capabilities
     assert capabilities.rope == rope
     assert capabilities.max_length == max_length
     assert any(isinstance(module, DynamicRotaryEmbedding) for module in model.modules()) == ("dynamic" in name)
 
 
-def test_max_length_of_rope_variants() -> None:
+def test_rope_variant_depends_on_length() -> None:
     assert {RopeRule().variant(length) for length in (1, 10**6)} == {""}
     assert [RopeRule(16).variant(length) for length in (16, 17, 18)] == ["", "long", "long"]
     assert [RopeRule(16, by_length=True).variant(length) for length in (16, 17, 18)] == ["", "17", "18"]
 
 
 def capabilities(**settings: Any) -> Capabilities:
-    given = {"max_rows": 3, "block_size": 4, "cache_bytes": 2**20, "adapter_bytes": 2**16} | settings
+    given = {"max_num_seqs": 3, "block_size": 4, "cache_bytes": 2**20, "adapter_bytes": 2**16} | settings
     worker = build_paged_worker(make_paged("llama-gqa", CPU), EngineConfig(CONFIG.model, **given), FakeGroup())
     worker.close()
     return worker.capabilities
 
 
-def test_capabilities() -> None:
+def test_default_capabilities() -> None:
     found = capabilities()
     assert (found.vocab_size, found.max_num_seqs, found.block_size, found.itemsize) == (97, 3, 4, 4)
     assert (found.max_length, found.num_blocks) == (128, 3 * 128 // 4)  # more could never be used
     assert (found.num_adapter_units, found.adapter_unit_bytes) == (2**16 // UNIT_BYTES, UNIT_BYTES)
     assert found.max_adapters == 63
-    assert (found.depth, found.max_step_tokens, found.max_mixed_tokens) == (1, 512, None)
+    assert (found.max_steps_in_flight, found.max_step_tokens, found.max_mixed_tokens) == (1, 512, None)
     assert (found.can_chunk, found.can_reuse) == (True, True)
     assert (found.model_type, found.model_class) == ("llama", "")  # its config has no limit
 
 
 def test_capabilities_follow_configuration() -> None:
-    assert capabilities(max_rows=600).max_step_tokens == 600  # one token per sequence
+    assert capabilities(max_num_seqs=600).max_step_tokens == 600  # one token per sequence
     assert capabilities(max_step_tokens=7).max_step_tokens == 7
     assert capabilities(max_mixed_tokens=5).max_mixed_tokens == 5
-    assert capabilities(depth=3).depth == 3
+    assert capabilities(max_steps_in_flight=3).max_steps_in_flight == 3
     assert capabilities(max_length=50).max_length == 50
     assert capabilities(max_length=5000).max_length == 128  # its original length
     assert capabilities(adapter_bytes=0).num_adapter_units == 0
@@ -412,7 +417,7 @@ def test_model_bytes_counts_shared_tensors_once(tmp_path: Path, ops: Ops | None)
         assert 2 * matrices <= model_bytes(model) - tables - small < 2.5 * matrices
 
 
-def test_block_bytes() -> None:
+def test_block_bytes_match_allocated_cache() -> None:
     model = make_paged("llama-gqa", CPU)
     assert block_bytes(model, 4) == 2 * 3 * 2 * 8 * 4 * 4  # keys and values, layers, heads, size, tokens, float32
     cache = model.allocate_kv_cache(10, 4)
@@ -482,10 +487,10 @@ def test_max_num_seqs_depends_on_device(device: str, total: int, rows: int, monk
     FakeGpu(monkeypatch, free=0, total=total * 10**9)
     assert memory.find_max_num_seqs(config_of(), torch.device(device)) == rows
     assert memory.find_max_num_seqs(config_of(max_step_tokens=10), torch.device(device)) == 10
-    assert memory.find_max_num_seqs(config_of(max_rows=7), torch.device(device)) == 7
+    assert memory.find_max_num_seqs(config_of(max_num_seqs=7), torch.device(device)) == 7
 
 
-def test_gpu_memory_report(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_gpu_memory_report_adds_up(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     model: Any = make_paged("llama-gqa", CPU)
     model.device = torch.device("cuda")
     FakeGpu(monkeypatch, free=80 * 10**9, total=100 * 10**9)
@@ -507,6 +512,36 @@ def test_cpu_memory_report_adds_up_to_rss() -> None:
     limits = {row.name: row.limit for row in rows}
     assert limits["KV cache for 4000 tokens"] == 1000 * block_bytes(model, 4)
     assert limits["adapters in host memory"] == 5 * 10**9
+
+
+def test_memory_report_names_flag_for_each_limit(caplog: pytest.LogCaptureFixture) -> None:
+    model, flags = make_paged("llama-gqa", CPU), {flag.name for flag in FLAGS}
+    with caplog.at_level("INFO", logger=memory.logger.name):
+        rows = memory.report_memory(model, config_of(), None, 1000, memory.StepMemory())
+    named = {row.name: row.flag for row in rows if row.flag}
+    assert named == {
+        "adapters": "--adapter-bytes",
+        "KV cache for 4000 tokens": "--cache-bytes",
+        "adapters in host memory": "--adapter-host-bytes",
+    }
+    assert set(named.values()) <= flags
+    (line,) = [record.message for record in caplog.records if "KV cache" in record.message]
+    assert line.endswith("MB (--cache-bytes)")
+
+
+@pytest.mark.parametrize(("num_blocks", "is_small"), [(249, True), (250, False)])
+def test_warning_for_small_cache_names_sufficient_bytes(
+    num_blocks: int, is_small: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, max_length = make_paged("llama-gqa", CPU), 999
+    memory.warn_if_cache_is_small(model, config_of(), num_blocks, max_length)
+    assert bool(caplog.records) == is_small
+    if is_small:
+        message = caplog.records[0].message
+        assert message.startswith("the KV cache holds 996 tokens, so requests are limited to 996 instead of 999 tokens")
+        num_bytes = int(re.search(r"--cache-bytes (\d+)", message)[1])  # type: ignore[index]
+        assert count_blocks(model, config_of(cache_bytes=num_bytes), 64, max_length) * 4 >= max_length
+        assert count_blocks(model, config_of(cache_bytes=num_bytes - 1), 64, max_length) * 4 < max_length
 
 
 def test_insufficient_memory_error_contains_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -594,7 +629,7 @@ def test_requested_but_unsupported_graphs_are_rejected() -> None:
             uses_graphs(model, config_of(cuda_graphs=True), group)
 
 
-def test_default_adapter_memory() -> None:
+def test_default_adapter_memory_sizes() -> None:
     assert memory.adapter_bytes(config_of(), CPU) == 2**30
     assert memory.adapter_bytes(config_of(adapter_bytes=0), CPU) == 0
     assert memory.adapter_host_bytes(config_of()) == machine_bytes() // 4
@@ -621,7 +656,7 @@ def codegen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_unknown_model_type_runs_padded(codegen: Path) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    config = EngineConfig(ModelConfig(codegen, device=device), max_rows=3, max_length=40)
+    config = EngineConfig(ModelConfig(codegen, device=device), max_num_seqs=3, max_length=40)
     assert not is_paged(config)
     worker = build_worker(config)
     found = worker.capabilities

@@ -139,6 +139,7 @@ class AdapterContents:
         """Return the IA3 input scales, keyed by the target that produces the scaled inputs.
 
         Values are the module whose inputs are scaled, and the first of the target's outputs that the scale applies to.
+        These targets are also added to `keys`.
         """
         assigned: dict[str, tuple[str, int]] = {}
         for module, keys in tuple(self.keys.items()):

@@ -26,10 +26,10 @@ def count_elements(config: AdapterConfig, tensors: Mapping[str, TensorInfo], max
 
 
 def _count_block_diagonal(blocks: BlockDiagonal, tensors: Mapping[str, TensorInfo]) -> int:
-    """Return the number of elements for BD-LoRA's zeros outside of the diagonal blocks, which the file omits.
+    """Return the peak number of elements for expanding BD-LoRA factors to dense matrices.
 
-    A factor is counted if its tensor key contains one of the configured module names. The peak is either all expanded
-    factors and a copy of them, or all factors and one float32 factor, which counts as two half precision factors.
+    The file stores only the diagonal blocks. The peak is the larger of (a) all dense factors plus a copy, and (b) all
+    dense factors plus the largest one in float32 (counted as two half-precision factors).
     """
     expanded = [
         math.prod(info.shape) * blocks.blocks

@@ -14,9 +14,8 @@ from lorax_server.files.adapter_files import KNOWN_FILES, TEMPLATES_FOLDER, is_t
 from lorax_server.files.regular_file import Stamp, stamp_from_stat, stamped_size
 
 MAX_TEMPLATE_ENTRIES = 1000  # limit for directory entries in the template folder
-SUBFOLDER_FLAGS = (
-    os.O_DIRECTORY | os.O_NOFOLLOW | getattr(os, "O_PATH", os.O_RDONLY)
-)  # open a subfolder without following links
+# Open a subfolder without following links.
+SUBFOLDER_FLAGS = os.O_DIRECTORY | os.O_NOFOLLOW | getattr(os, "O_PATH", os.O_RDONLY)
 
 
 class LocalSource(Source):

@@ -62,7 +62,7 @@ class RemoteSource(Source):
             if not missing:
                 return folder
             self._download_missing(files, folder, missing, token)
-        raise SourceError(f"{self._label(files.name)}: its files are evicted during the download; try again later")
+        raise SourceError(f"{self._label(files.name)}: its files were evicted during the download; try again later")
 
     def mark_used(self, folder: Path) -> None:
         mark_used(folder, MARK_INTERVAL_S)

@@ -213,7 +213,10 @@ def _select_files(files: AdapterFiles, max_bytes: int) -> list[str]:
             "load it with PEFT and save it with `save_pretrained(folder, safe_serialization=True)`"
         )
     if missing:
-        raise AdapterError(f"{label}: has no {' and no '.join(missing)}; save the adapter with PEFT")
+        raise AdapterError(
+            f"{label}: has no {' and no '.join(missing)}; save the adapter with PEFT, or convert a GGUF adapter with "
+            "`lorax convert-adapter`"
+        )
     names = [*REQUIRED_FILES, *select_tokenizer_files(files.sizes)]
     if sum(map(is_template_file, names)) > MAX_TEMPLATES:
         raise AdapterError(f"{label}: {TEMPLATES_FOLDER} has more than {MAX_TEMPLATES} templates")

@@ -27,7 +27,7 @@ class Traffic:
 
     requests_per_s: float
     prompt_tokens: int
-    answer_tokens: int
+    completion_tokens: int
     zipf: float = 1.0  # traffic of the k-th most popular adapter is proportional to 1 / k ** zipf
     base_share: float = 0.0  # share of requests without an adapter
 
@@ -81,33 +81,34 @@ class Planner:
     host_memory: int
     gpu_memory_fraction: float = EngineConfig.gpu_memory_fraction
     adapter_bytes: int | None = None
-    max_rows: int | None = None
+    max_num_seqs: int | None = None
     is_float8: bool = False
 
     def __post_init__(self) -> None:
         traffic, is_large = self.traffic, self.gpu.memory >= machine.LARGE_GPU_BYTES
-        self._rows = self.max_rows or (
+        self._max_batch_size = self.max_num_seqs or (
             machine.LARGE_GPU_DEFAULT_MAX_NUM_SEQS if is_large else machine.DEFAULT_MAX_NUM_SEQS
         )
         self._popularity = Popularity(self.mix.count, traffic.zipf)
         self._has_adapters = self.mix.count > 0 and traffic.base_share < 1
-        self._mean_length = traffic.prompt_tokens + traffic.answer_tokens / 2  # mean length of running sequences
+        self._mean_length = traffic.prompt_tokens + traffic.completion_tokens / 2  # mean length of running sequences
         flop = self.sizes.prompt_flop(traffic.prompt_tokens)
         self._prefill_tokens_per_s = step_time.prefill_tokens_per_s(self.gpu, flop, self._has_adapters)
         self._memory = self._plan_memory()
 
-    def plan(self, goal_ms: float | None = None, load: float = 0.8) -> dict[str, Any]:
+    def plan(self, goal_ms: float | None = None, max_utilization: float = 0.8) -> dict[str, Any]:
         """Return memory layout, replica performance and number of replicas.
 
-        `goal_ms` is the highest allowed time between tokens, and `load` the highest allowed replica utilization.
+        `goal_ms` is the highest allowed time between tokens, and `max_utilization` the highest allowed replica
+        utilization.
         """
         memory = self._memory
         device_share, host_share = (
             self._popularity.request_share_of_top(count) if self._has_adapters else 1.0
             for count in (memory["device_adapters"], memory["device_adapters"] + memory["host_adapters"])
         )
-        rows, limit = self._find_batch_size(goal_ms)
-        replica = self._plan_replica(rows, limit, 1 - device_share)
+        batch_size, limit = self._find_batch_size(goal_ms)
+        replica = self._plan_replica(batch_size, limit, 1 - device_share)
         return {
             "gpu": self.gpu._asdict(),
             "traffic": asdict(self.traffic),
@@ -120,80 +121,84 @@ class Planner:
             },
             "memory": memory,
             "replica": replica,
-            "load": load,
-            "replicas": max(1, math.ceil(self.traffic.requests_per_s / (replica["requests_per_s"] * load))),
+            "max_utilization": max_utilization,
+            "replicas": max(1, math.ceil(self.traffic.requests_per_s / (replica["requests_per_s"] * max_utilization))),
         }
 
     def _find_batch_size(self, goal_ms: float | None) -> tuple[int, str]:
         """Return the largest possible batch size, and the limit that prevents a larger batch."""
-        if goal_ms is not None and self._ms_per_token(1) > goal_ms:
+        if goal_ms is not None and (least_ms := self._ms_per_token(1)) > goal_ms:
             raise ConfigError(
-                f"--token-ms {goal_ms:g} cannot be reached: a single sequence takes {self._ms_per_token(1):.1f} ms per "
-                "token on this GPU; raise the goal, or use a faster GPU"
+                f"--inter-token-latency-ms {goal_ms:g} cannot be reached: a single sequence takes {least_ms:.1f} ms "
+                "per token on this GPU; raise the limit, or use a faster GPU"
             )
-        batch_sizes = range(1, self._rows + 1)
-        rows = bisect_left(batch_sizes, True, key=lambda rows: self._find_exceeded_limit(rows, goal_ms) is not None)
-        return rows, self._find_exceeded_limit(rows + 1, goal_ms) or "rows"
+        batch_sizes = range(1, self._max_batch_size + 1)
+        batch_size = bisect_left(batch_sizes, True, key=lambda size: bool(self._find_exceeded_limit(size, goal_ms)))
+        return batch_size, self._find_exceeded_limit(batch_size + 1, goal_ms) or "batch_size"
 
-    def _find_exceeded_limit(self, rows: int, goal_ms: float | None) -> str | None:
-        if rows * self._mean_length > self._memory["cache_tokens"]:
+    def _find_exceeded_limit(self, batch_size: int, goal_ms: float | None) -> str | None:
+        if batch_size * self._mean_length > self._memory["cache_tokens"]:
             return "cache"
-        if rows > self._rows:
-            return "rows"
-        if self._expected_adapters(rows) > max(self._memory["device_adapters"], 1):
+        if batch_size > self._max_batch_size:
+            return "batch_size"
+        if self._expected_adapters(batch_size) > max(self._memory["device_adapters"], 1):
             return "adapters"
-        return "latency" if goal_ms is not None and self._ms_per_token(rows) > goal_ms else None
+        return "latency" if goal_ms is not None and self._ms_per_token(batch_size) > goal_ms else None
 
-    def _plan_replica(self, rows: int, limit: str, miss_share: float) -> dict[str, Any]:
+    def _plan_replica(self, batch_size: int, limit: str, miss_share: float) -> dict[str, Any]:
         """Return latency and throughput for one replica.
 
         `miss_share` is the share of adapter requests whose adapter must be copied from host memory.
         """
-        traffic, step = self.traffic, self._decode_step_ms(rows)
-        requests_per_s = self._requests_per_s(rows)
+        traffic, step = self.traffic, self._decode_step_ms(batch_size)
+        requests_per_s = self._requests_per_s(batch_size)
         copied = (1 - traffic.base_share) * miss_share * self.mix.mean_bytes
         if requests_per_s * copied > step_time.HOST_COPY_BYTES_PER_S:
             requests_per_s, limit = step_time.HOST_COPY_BYTES_PER_S / copied, "copies"
-        if requests_per_s * traffic.answer_tokens > step_time.API_TOKENS_PER_S:
-            requests_per_s, limit = step_time.API_TOKENS_PER_S / traffic.answer_tokens, "api"
+        if requests_per_s * traffic.completion_tokens > step_time.API_TOKENS_PER_S:
+            requests_per_s, limit = step_time.API_TOKENS_PER_S / traffic.completion_tokens, "api"
         prompt_share = requests_per_s * traffic.prompt_tokens / self._prefill_tokens_per_s
         return {
-            "rows": rows,
+            "batch_size": batch_size,
             "limit": limit,
             "is_busy_with_prompts": prompt_share > 0.5,
-            "distinct_adapters": self._expected_adapters(rows),
+            "distinct_adapters": self._expected_adapters(batch_size),
             "step_ms": sum(step.values()),
             "step_parts_ms": step,
-            "floor_ms": step_time.read_ms(self.gpu, sum(self._bytes_read(rows).values())),
-            "token_ms": 1e3 * rows / (requests_per_s * traffic.answer_tokens),  # includes prefills of other requests
+            "floor_ms": step_time.read_ms(self.gpu, sum(self._bytes_read(batch_size).values())),
+            # Includes prefills of other requests.
+            "inter_token_latency_ms": 1e3 * batch_size / (requests_per_s * traffic.completion_tokens),
             "prompt_tokens_per_s": self._prefill_tokens_per_s,  # prefill only
             "prompt_share": prompt_share,
             "requests_per_s": requests_per_s,
-            "tokens_per_s": requests_per_s * traffic.answer_tokens,
+            "tokens_per_s": requests_per_s * traffic.completion_tokens,
         }
 
-    def _expected_adapters(self, rows: int) -> float:
-        return self._popularity.expected_distinct(rows * (1 - self.traffic.base_share)) if self._has_adapters else 0.0
+    def _expected_adapters(self, batch_size: int) -> float:
+        requests = batch_size * (1 - self.traffic.base_share)
+        return self._popularity.expected_distinct(requests) if self._has_adapters else 0.0
 
-    def _bytes_read(self, rows: int) -> dict[str, float]:
+    def _bytes_read(self, batch_size: int) -> dict[str, float]:
         """Return the bytes of weights, adapters and KV cache that a decode step reads."""
         return {
             "weights": self.sizes.read_bytes,
-            "adapters": self._expected_adapters(rows) * self.mix.mean_bytes,
-            "cache": rows * self._mean_length * self.sizes.token_bytes,
+            "adapters": self._expected_adapters(batch_size) * self.mix.mean_bytes,
+            "cache": batch_size * self._mean_length * self.sizes.token_bytes,
         }
 
-    def _decode_step_ms(self, rows: int) -> dict[str, float]:
-        return step_time.decode_step_ms(self.gpu, rows, self._bytes_read(rows), self.sizes.layers, self.is_float8)
+    def _decode_step_ms(self, batch_size: int) -> dict[str, float]:
+        return step_time.decode_step_ms(
+            self.gpu, batch_size, self._bytes_read(batch_size), self.sizes.layers, self.is_float8
+        )
 
-    def _requests_per_s(self, rows: int) -> float:
-        """Return the request rate that keeps `rows` sequences running. Each prefill delays all sequences."""
-        answer_s = self.traffic.answer_tokens * sum(self._decode_step_ms(rows).values()) / 1e3
+    def _requests_per_s(self, batch_size: int) -> float:
+        """Return the request rate that keeps `batch_size` sequences running. Each prefill delays all sequences."""
+        decode_s = self.traffic.completion_tokens * sum(self._decode_step_ms(batch_size).values()) / 1e3
         prefill_s = self.traffic.prompt_tokens / self._prefill_tokens_per_s
-        return step_time.HTTP_THROUGHPUT_SHARE * rows / (answer_s + rows * prefill_s)
+        return step_time.HTTP_THROUGHPUT_SHARE * batch_size / (decode_s + batch_size * prefill_s)
 
-    def _ms_per_token(self, rows: int) -> float:
-        return 1e3 * rows / (self._requests_per_s(rows) * self.traffic.answer_tokens)
+    def _ms_per_token(self, batch_size: int) -> float:
+        return 1e3 * batch_size / (self._requests_per_s(batch_size) * self.traffic.completion_tokens)
 
     def _plan_memory(self) -> dict[str, int]:
         """Return how GPU memory is divided, as in `worker/memory.py`. The step memory is estimated, not measured."""
@@ -218,12 +223,12 @@ class Planner:
             MAX_STEP_TOKENS * (HIDDEN_ACTIVATIONS * sizes.hidden + WIDEST_ACTIVATIONS * widest) * HALF_BYTES
             + GRAPH_BYTES
         )
-        steps += self._rows * sizes.vocab_size * LOGIT_BYTES
+        steps += self._max_batch_size * sizes.vocab_size * LOGIT_BYTES
         cache = max(free - adapters - adapters // machine.ADAPTER_TABLE_DIVISOR - steps, 0)
         block_size = EngineConfig.block_size
         block_bytes = block_size * sizes.token_bytes // (2 if self.is_float8 else 1)
-        tokens = min(cache // block_bytes, self._rows * sizes.max_length // block_size) * block_size
-        needed = self.traffic.prompt_tokens + self.traffic.answer_tokens
+        tokens = min(cache // block_bytes, self._max_batch_size * sizes.max_length // block_size) * block_size
+        needed = self.traffic.prompt_tokens + self.traffic.completion_tokens
         if tokens < needed:
             raise ConfigError(
                 f"the KV cache on the {gpu} holds only {tokens} tokens after {format_gb(weights)} for weights, "

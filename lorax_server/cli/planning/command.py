@@ -19,7 +19,8 @@ from lorax_server.kernels import MAX_RANK
 EXAMPLES = """\
 examples:
   lorax plan --model ./my-model --gpu H200 --adapters 1000 --rank 16 --requests-per-s 50
-  lorax plan --model ./my-model/config.json --gpu L40S --ranks 8:700,16:200,64:100 --requests-per-s 5 --token-ms 50
+  lorax plan --model ./my-model/config.json --gpu L40S --ranks 8:700,16:200,64:100 --requests-per-s 5 \\
+      --inter-token-latency-ms 50
   lorax plan --layers 32 --hidden-size 4096 --intermediate-size 14336 --heads 32 --kv-heads 8 --vocab-size 128256 \\
       --gpu-memory 80G --gpu-bandwidth 3350 --gpu-tflops 989 --adapters 100 --requests-per-s 10
 
@@ -38,8 +39,8 @@ MODEL_SIZE_FIELDS = {
 }
 REQUIRED_SIZE_FLAGS = [*MODEL_SIZE_FIELDS][:5]
 LIMIT_REASONS = {
-    "rows": "the batch size limit; larger batches raise throughput and latency (--max-rows)",
-    "latency": "memory bandwidth and the goal for the time between tokens (--token-ms)",
+    "batch_size": "the batch size limit; larger batches raise throughput and latency (--max-num-seqs)",
+    "latency": "memory bandwidth and the highest allowed time between tokens (--inter-token-latency-ms)",
     "cache": "KV cache memory",
     "adapters": "memory for the adapters in a batch (--adapter-bytes)",
     "api": "CPU time of the API process",
@@ -60,7 +61,7 @@ NUMBER_FLAGS: dict[str, list[tuple[str, Any, float, float, Any, str]]] = {
         ("--gpu-bandwidth", float, MIN_POSITIVE, 1e6, None, "published memory bandwidth in GB/s"),
         ("--gpu-tflops", float, MIN_POSITIVE, 1e6, None, "published dense bfloat16 TFLOPS"),
         ("--host-memory", to_size, 0, 2**60, 2**36, "host memory (default: 64G)"),
-        ("--max-rows", int, 1, 2**16, None, "maximum batch size (default: the server's)"),
+        ("--max-num-seqs", int, 1, 2**16, None, "maximum batch size (default: the server's)"),
         ("--adapter-bytes", to_size, 0, 2**60, None, "GPU memory for adapters (default: the server's)"),
         (
             "--cuda-memory-fraction",
@@ -78,12 +79,20 @@ NUMBER_FLAGS: dict[str, list[tuple[str, Any, float, float, Any, str]]] = {
     "traffic": [
         ("--requests-per-s", float, MIN_POSITIVE, 1e9, 1.0, "requests per second over all replicas"),
         ("--prompt-tokens", int, 1, 2**31, 512, "mean prompt length"),
-        ("--answer-tokens", int, 1, 2**31, 128, "mean completion length"),
+        ("--completion-tokens", int, 1, 2**31, 128, "mean completion length"),
         ("--zipf", float, 0, 10, 1.0, "Zipf exponent for adapter popularity; 0 is uniform"),
         ("--base-share", float, 0, 1, 0.0, "share of requests without an adapter"),
-        ("--load", float, MIN_POSITIVE, 1, 0.8, "highest replica utilization"),
-        ("--token-ms", float, MIN_POSITIVE, 1e6, None, "goal for the time between tokens in milliseconds"),
+        ("--max-utilization", float, MIN_POSITIVE, 1, 0.8, "highest replica utilization"),
+        ("--inter-token-latency-ms", float, MIN_POSITIVE, 1e6, None, "highest allowed time between tokens"),
     ],
+}
+
+# Earlier names by flag. They are accepted, but not shown in the help text.
+ALIASES = {
+    "--max-num-seqs": "--max-rows",
+    "--completion-tokens": "--answer-tokens",
+    "--max-utilization": "--load",
+    "--inter-token-latency-ms": "--token-ms",
 }
 
 
@@ -93,7 +102,7 @@ def run(argv: list[str]) -> int:
     parser.description = "Estimate memory use, latency and the number of replicas for some traffic."
     _add_flags(parser)
     args = parser.parse_args(argv)
-    figures = make_planner(args).plan(args.token_ms, args.load)
+    figures = make_planner(args).plan(args.inter_token_latency_ms, args.max_utilization)
     if args.json != "-":
         print(format_plan(figures, args.cuda_memory_fraction))
     if args.json:
@@ -103,11 +112,11 @@ def run(argv: list[str]) -> int:
 
 def make_planner(args: Namespace) -> Planner:
     gpu, sizes = _read_gpu(args), _read_model(args)
-    traffic = Traffic(args.requests_per_s, args.prompt_tokens, args.answer_tokens, args.zipf, args.base_share)
-    length = traffic.prompt_tokens + traffic.answer_tokens
+    traffic = Traffic(args.requests_per_s, args.prompt_tokens, args.completion_tokens, args.zipf, args.base_share)
+    length = traffic.prompt_tokens + traffic.completion_tokens
     if length > sizes.max_length:
         raise ConfigError(f"a request has {length} tokens, but the model supports at most {sizes.max_length}")
-    settings = (args.host_memory, args.cuda_memory_fraction, args.adapter_bytes, args.max_rows, bool(args.quantize))
+    settings = (args.host_memory, args.cuda_memory_fraction, args.adapter_bytes, args.max_num_seqs, bool(args.quantize))
     return Planner(sizes, _read_mix(args, sizes), traffic, gpu, *settings)
 
 
@@ -120,6 +129,11 @@ def _add_flags(parser: Parser) -> None:
             shown = text if default is None or kind is to_size else f"{text} (default: {default})"
             number = _number(kind, minimum, maximum)
             group.add_argument(name, type=number, metavar=METAVARS[kind], default=default, help=shown)
+            if name in ALIASES:
+                key = name.lstrip("-").replace("-", "_")
+                group.add_argument(
+                    ALIASES[name], dest=key, type=number, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+                )
     model.add_argument("--quantize", choices=QUANTIZE, help="fp8-kv stores keys and values as float8")
     adapters.add_argument("--ranks", metavar="RANK:N,...", help="ranks with adapter counts, such as 8:700,64:100")
     adapters.add_argument("--modules", metavar="NAME,...", help="target modules (default: all linear layers)")
@@ -199,13 +213,13 @@ memory        {gpu}: {usable} of {total} used
               weights {weights}, adapters {adapters}, steps and graphs {steps}, KV cache {cache}
               KV cache for {cache_tokens:,} tokens
 adapters      {adapter_lines}
-a replica     batches of {rows} sequences with {distinct_adapters:.0f} adapters on average
+a replica     batches of {batch_size} sequences with {distinct_adapters:.0f} adapters on average
               decode step: {step_ms:.2f} ms, {floor_ratio:.2f} times the memory bandwidth limit ({step_parts})
               prefill: {prompt_tokens_per_s:,.0f} tokens/s, {prompt_share:.0%} of the time
-              {tokens_per_s:,.0f} tokens/s, {requests_per_s:.2f} requests/s, {token_ms:.1f} ms between tokens \
-(over HTTP: {served_share:g} of the engine limit)
+              {tokens_per_s:,.0f} tokens/s, {requests_per_s:.2f} requests/s, \
+{inter_token_latency_ms:.1f} ms between tokens (over HTTP: {served_share:g} of the engine limit)
               limited by {limit_reason}
-replicas      {replicas:,} for {wanted:g} requests/s, at {used:.0%} utilization (at most {load:.0%})"""
+replicas      {replicas:,} for {wanted:g} requests/s, at {used:.0%} utilization (at most {max_utilization:.0%})"""
 
 
 def format_plan(figures: dict[str, Any], gpu_memory_fraction: float) -> str:
@@ -223,7 +237,7 @@ def format_plan(figures: dict[str, Any], gpu_memory_fraction: float) -> str:
         served_share=HTTP_THROUGHPUT_SHARE,
         limit_reason=LIMIT_REASONS[replica["limit"]] + PREFILL_NOTE * replica["is_busy_with_prompts"],
         replicas=figures["replicas"],
-        load=figures["load"],
+        max_utilization=figures["max_utilization"],
         wanted=wanted,
         used=wanted / (figures["replicas"] * replica["requests_per_s"]),
     )

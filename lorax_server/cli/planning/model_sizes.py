@@ -53,6 +53,17 @@ class MetaWeights(Weights):
     def get_sharded(self, name: str, dim: int, shard: Shard, shape: tuple[int, ...] | None = None) -> torch.Tensor:  # noqa: ARG002
         return self.get_tensor(name, shape)
 
+    def get_matrix(
+        self,
+        name: str,
+        outputs: Shard,
+        inputs: Shard,
+        *,
+        fan_in_fan_out: bool = False,  # noqa: ARG002
+        min_bits: int = 4,  # noqa: ARG002
+    ) -> torch.Tensor:
+        return self.get_tensor(name, (outputs.full, inputs.full))
+
 
 class ModelSizes:
     """Sizes of model weights, KV cache and adapters in half precision."""
@@ -97,7 +108,7 @@ def read_sizes(path: Path) -> ModelSizes:
     folder = path.parent if path.name == MODEL_CONFIG_FILE else path
     if not (folder / MODEL_CONFIG_FILE).is_file():
         raise ConfigError(
-            f"--model {str(path)!r} is not a model folder or config.json; `lorax download-weights` downloads a model "
+            f"--model {str(path)!r} is not a model folder or config.json; `lorax download` downloads a model "
             "from the hub and prints its folder"
         )
     return ModelSizes(load_config(ModelConfig(folder)))

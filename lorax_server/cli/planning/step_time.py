@@ -1,9 +1,9 @@
 """GPU data sheets, and decode step and prefill times extrapolated from measurements.
 
 All measurements use one H200, a Llama model with 8B parameters in bfloat16, and rank-16 adapters on all seven modules
-(docs/kernels.md and docs/engine.md, 2026-11-17). A decode step takes the time to read its bytes once, plus
-an excess for kernel launches and, in large batches, for compute-bound matrix products. The excess is stored relative
-to the time to read the weights, so that it applies to other GPUs and models.
+(docs/kernels.md and docs/engine.md, 2026-11-17 and 2026-11-18). A decode step takes the time to read its bytes once,
+plus an excess for kernel launches and, in large batches, for compute-bound matrix products. The excess is stored
+relative to the time to read the weights, so that it applies to other GPUs and models.
 """
 
 from collections.abc import Mapping
@@ -55,15 +55,16 @@ MEASURED_CONTEXT_TOKENS = 196  # KV cache tokens per sequence in the measurement
 ATTENTION_TIME_RATIO = 1.15  # attention time relative to reading the KV cache: 1.05 to 1.25, from 512 to 8,192 tokens
 FLOAT8_TIME_RATIO = 0.8  # attention time with a float8 cache relative to bfloat16: 0.72 to 0.80
 HTTP_THROUGHPUT_SHARE = 0.9  # throughput over HTTP relative to the engine limit; 0.90 and 0.91 were measured
-# Share of peak FLOPS in prefills without and with adapters: 43,730 and 41,110 tokens/s for 1,024-token prompts.
-PREFILL_FLOPS_SHARE, ADAPTER_PREFILL_FLOPS_SHARE = 0.629, 0.591
+# Share of peak FLOPS in prefills without and with adapters: 43,270 and 40,840 tokens/s for 1,024-token prompts.
+PREFILL_FLOPS_SHARE, ADAPTER_PREFILL_FLOPS_SHARE = 0.622, 0.587
 MEASURED_LAYERS = 32  # number of layers in the measured model
-ENGINE_MS, ENGINE_ROW_MS = 0.2, 0.0042  # scheduling time per step and sequence: 0.47 ms for 64 sequences, 1.26 for 256
+# Scheduling time per step and sequence: 0.47 ms for 64 sequences, 1.26 for 256.
+ENGINE_MS, ENGINE_SEQUENCE_MS = 0.2, 0.0042
 API_TOKENS_PER_S = 1 / 36e-6  # the API process needs 36 us of CPU time per streamed token
 HOST_COPY_BYTES_PER_S = 12e9  # from host memory to the device: 12 to 15 GB/s
 # Batch size and decode step time in milliseconds, without adapters and with a different adapter for each sequence.
-BASE_STEP_TIMES = ((1, 4.12), (64, 5.13), (256, 9.27))
-ADAPTER_STEP_TIMES = ((1, 4.17), (16, 4.70), (64, 6.85), (256, 15.73))
+BASE_STEP_TIMES = ((1, 4.22), (64, 5.13), (256, 9.27))
+ADAPTER_STEP_TIMES = ((1, 4.26), (16, 4.70), (64, 6.84), (256, 15.95))
 
 
 def find_gpu(name: str) -> Gpu:
@@ -79,7 +80,7 @@ def find_gpu(name: str) -> Gpu:
 
 
 def decode_step_ms(
-    gpu: Gpu, rows: float, read: Mapping[str, float], layers: int, is_float8: bool = False
+    gpu: Gpu, batch_size: float, read: Mapping[str, float], layers: int, is_float8: bool = False
 ) -> dict[str, float]:
     """Return the decode step time in milliseconds, by cause.
 
@@ -87,9 +88,9 @@ def decode_step_ms(
     """
     parts = {name: read_ms(gpu, num_bytes) for name, num_bytes in read.items()}
     parts["cache"] *= ATTENTION_TIME_RATIO * (FLOAT8_TIME_RATIO if is_float8 else 1)
-    scheduling = ENGINE_MS + ENGINE_ROW_MS * rows  # overlaps with the step, so only the longer time counts
+    scheduling = ENGINE_MS + ENGINE_SEQUENCE_MS * batch_size  # overlaps with the step, so only the longer time counts
     # The batch size for which the measured GPU has the same ratio of compute time to memory time.
-    equivalent = rows * (MEASURED_GPU.flop / MEASURED_GPU.bandwidth) / (gpu.flop / gpu.bandwidth)
+    equivalent = batch_size * (MEASURED_GPU.flop / MEASURED_GPU.bandwidth) / (gpu.flop / gpu.bandwidth)
     points = _excess_ratios(has_adapters=read["adapters"] > 0)
     single, weights = points[0][1], parts["weights"]
     # The excess at batch size 1 scales with layers (launches) or weights (bandwidth); assume the larger.
@@ -114,8 +115,8 @@ def _excess_ratios(has_adapters: bool) -> list[tuple[int, float]]:
     row = ATTENTION_TIME_RATIO * read_ms(MEASURED_GPU, MEASURED_CONTEXT_TOKENS * TOKEN_BYTES)
     row += read_ms(MEASURED_GPU, ADAPTER_BYTES) if has_adapters else 0
     return [
-        (rows, (ms - rows * row) / weights - 1)
-        for rows, ms in (ADAPTER_STEP_TIMES if has_adapters else BASE_STEP_TIMES)
+        (batch_size, (ms - batch_size * row) / weights - 1)
+        for batch_size, ms in (ADAPTER_STEP_TIMES if has_adapters else BASE_STEP_TIMES)
     ]
 
 

@@ -32,8 +32,8 @@ class EvictionCandidates:
     def pop(self, include_wanted: bool) -> AdapterEntry | None:
         """Return the next adapter to evict, or None. `include_wanted` also allows adapters with waiting requests."""
         if include_wanted not in self._found:
-            may_leave = [entry for entry in self._entries.values() if self._is_evictable(entry, include_wanted)]
-            self._found[include_wanted] = may_leave[::-1]
+            evictable = [entry for entry in self._entries.values() if self._is_evictable(entry, include_wanted)]
+            self._found[include_wanted] = evictable[::-1]
         found = self._found[include_wanted]
         while found:
             entry = found.pop()

@@ -51,7 +51,7 @@ class AdapterTable:
         self._prefetch: OrderedDict[str, AdapterEntry] = OrderedDict()  # prepared only if host memory is free
         self._advanced_at = -math.inf  # time of the last `advance`
         self._has_changed = False  # True if `advance` may make progress
-        self._arrived: list[str] = []
+        self._newly_loaded: list[str] = []
         self._failed: list[tuple[str, LoraxError]] = []
 
     # --- For the engine -----------------------------------------------------------------------------------------------
@@ -96,14 +96,17 @@ class AdapterTable:
         return self._registry.describe(identities, self._capabilities.itemsize)
 
     def request_load(self, identity: str, pin: bool | None = None) -> None:
-        """Load an adapter to the device. A pinned adapter is not evicted. `pin=None` leaves the pin unchanged."""
+        """Request an adapter load, reported by `pop_loaded` or `pop_failed`. Pinned adapters are not evicted.
+
+        `pin=None` leaves the pin unchanged.
+        """
         entry = self._registry.find_usable(identity, self._clock())
         self._device.pin(entry, entry.is_pinned if pin is None else pin)
         entry.should_unload = False
         if entry.is_loaded and entry.is_pinned:
-            self._mark_arrived(entry)  # pinned, so it stops draining
+            self._mark_loaded(entry)  # pinned, so it stops draining
         elif entry.is_loaded:
-            self._arrived.append(identity)
+            self._newly_loaded.append(identity)
         else:
             entry.is_load_requested = True
             self.ensure_loaded(identity)
@@ -155,9 +158,9 @@ class AdapterTable:
 
     @property
     def has_events(self) -> bool:
-        """Return True if adapters have arrived or failed, or `advance` may make progress."""
+        """Return True if adapters were loaded or failed, or `advance` may make progress."""
         waiting = self._to_load or self._to_prepare or self._prefetch
-        return bool(self._arrived or self._failed or (self._has_changed and waiting))
+        return bool(self._newly_loaded or self._failed or (self._has_changed and waiting))
 
     @property
     def deadline_s(self) -> float | None:
@@ -168,14 +171,16 @@ class AdapterTable:
         """
         firsts = [next(iter(queue.values())) for queue in (self._to_load, self._to_prepare) if queue]
         # Compare with the last `advance`, because an adapter that became overdue after it needs another `advance`.
-        patient = [entry for entry in firsts if not self._is_overdue(entry, self._advanced_at)]
+        not_overdue = [entry for entry in firsts if not self._is_overdue(entry, self._advanced_at)]
         now = self._clock()
-        return min((max(0.0, entry.waiting_since + self._eviction_delay_s - now) for entry in patient), default=None)
+        return min(
+            (max(0.0, entry.waiting_since + self._eviction_delay_s - now) for entry in not_overdue), default=None
+        )
 
-    def pop_arrived(self) -> list[str]:
+    def pop_loaded(self) -> list[str]:
         """Return the identities of adapters that became usable since the last call."""
-        arrived, self._arrived = self._arrived, []
-        return arrived
+        loaded, self._newly_loaded = self._newly_loaded, []
+        return loaded
 
     def pop_failed(self) -> list[tuple[str, LoraxError]]:
         """Return the identities and errors of adapters that failed since the last call."""
@@ -220,7 +225,7 @@ class AdapterTable:
             self._unload_if_idle(entry)
 
     def ensure_loaded(self, identity: str) -> None:
-        """Queue an adapter for loading. `pop_arrived` or `pop_failed` reports the result."""
+        """Queue an adapter for loading. `pop_loaded` or `pop_failed` reports the result."""
         entry = self._registry[identity]
         if entry.is_wanted:
             return
@@ -262,7 +267,7 @@ class AdapterTable:
         return self._device.is_loading
 
     def submit(self) -> tuple[AdapterOp, ...]:
-        """Return the worker operations to execute before the next step."""
+        """Return the worker operations to execute before the next step, and clear the list."""
         ops = (*self._device.submit(), *self._ops)
         self._ops.clear()
         return ops
@@ -278,7 +283,7 @@ class AdapterTable:
         for entry in self._device.loaded(indices, self._clock()):
             self._has_changed = True
             if entry.is_wanted:
-                self._mark_arrived(entry)
+                self._mark_loaded(entry)
             self._unload_if_idle(entry)
 
     # --- Loading ------------------------------------------------------------------------------------------------------
@@ -297,7 +302,7 @@ class AdapterTable:
     def _start_loading(self, entry: AdapterEntry, candidates: EvictionCandidates, now: float) -> bool:
         """Start loading an adapter, mark it as loaded, or fail it. Return False if it must wait for device memory."""
         if entry.is_loaded:
-            self._mark_arrived(entry)
+            self._mark_loaded(entry)
             return True
         problem = self._device.find_error(entry)
         if problem is not None:
@@ -314,10 +319,10 @@ class AdapterTable:
         self._host.touch(entry)
         return True
 
-    def _mark_arrived(self, entry: AdapterEntry) -> None:
+    def _mark_loaded(self, entry: AdapterEntry) -> None:
         entry.is_draining = entry.is_load_requested = False
         self._cancel_wait(entry)
-        self._arrived.append(entry.identity)
+        self._newly_loaded.append(entry.identity)
 
     def _fail(self, entry: AdapterEntry, error: LoraxError) -> None:
         self.counters.adapters_failed += 1

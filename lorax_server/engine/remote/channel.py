@@ -28,7 +28,7 @@ import zmq
 
 from lorax_server.engine.remote import messages
 from lorax_server.errors import EngineError, LoraxError
-from lorax_server.types import EngineInfo
+from lorax_server.types import EngineInfo, Failure
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class ClientChannel:
     async def start(self, target: Callable[[str], None]) -> EngineInfo:
         """Start a process that runs `target(address)`, and wait until it accepts requests.
 
-        If the start fails, stop the process and raise.
+        If the start fails, stop the process and raise. Errors that the user caused are raised unchanged.
         """
         try:
             self._launch(target, self.open())
@@ -72,6 +72,8 @@ class ClientChannel:
         if isinstance(first, messages.Ready):
             return first.info
         exit_code = await self.stop()
+        if isinstance(first, messages.Failed) and first.user_error is not None:
+            raise first.user_error.to_error()
         reason = f": {first.message}" if isinstance(first, messages.Failed) else ""
         raise EngineError(f"the engine process exited during startup ({describe_exit(exit_code)}){reason}")
 
@@ -205,7 +207,10 @@ class EngineChannel:
                 return
             self.has_failed = True
         reason = str(error) if isinstance(error, LoraxError) else f"{type(error).__name__}: {error}"
-        self.send(messages.Failed(reason.encode(errors="backslashreplace").decode()))
+        user_error = None
+        if isinstance(error, LoraxError) and not isinstance(error, EngineError):
+            user_error = Failure.of(error)
+        self.send(messages.Failed(reason.encode(errors="backslashreplace").decode(), user_error))
 
     def fail(self, error: Exception) -> None:
         """Report a fatal error and wait for the acknowledgment, because unsent messages may be lost at process exit."""

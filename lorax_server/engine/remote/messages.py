@@ -124,9 +124,10 @@ class QueryFailed(Reply[Failure], frozen=True):
 
 
 class Failed(EngineMessage, frozen=True):
-    """The engine's final message, with the reason why it stopped."""
+    """The engine's final message, with the reason why it stopped, and the error if the user caused it."""
 
     message: str
+    user_error: Failure | None = None
 
 
 FromEngine = Ready | Outputs | ResolveReply | StatusReply | AdaptersReply | Done | QueryFailed | Failed

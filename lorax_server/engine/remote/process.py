@@ -1,7 +1,7 @@
 """The engine process: receives messages, steps the engine, and sends outputs.
 
-Name resolution runs on other threads, in parallel with steps, because the API process sends a request only
-after its adapter is resolved.
+Adapter names are resolved on separate threads, so a slow step does not delay requests that are still waiting for
+resolution.
 """
 
 import gc

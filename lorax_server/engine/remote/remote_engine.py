@@ -171,7 +171,7 @@ class RemoteEngine:
             match message:
                 case None:
                     return f"the engine process exited ({describe_exit(await channel.stop())})"
-                case messages.Failed(reason):
+                case messages.Failed(reason, _):
                     return f"the engine failed: {reason}"
                 case messages.Outputs():
                     pass

@@ -18,7 +18,7 @@ struct Paged { const int32_t* tables; const int64_t* inputs; const int64_t* cach
   int64_t head_dim; int32_t dtype; };
 struct Matrix { const void* panels; const void* bias; int64_t outputs; int64_t inputs; int32_t stored; int32_t dtype;
   int32_t bits; int32_t block; int32_t has_offsets; int32_t has_wide_scales; int32_t uses_dot; };
-struct Lora { const void* buffer; const int64_t* table; const float* scales; const int64_t* widths; int64_t targets;
+struct Lora { const void* buffer; const int64_t* table; const float* scales; const int64_t* features; int64_t targets;
   const int64_t* bounds; const int64_t* adapters; int64_t segments; };
 void linear(const Matrix* matrix, const void* x, int64_t ldx, int64_t rows, void* out, const Lora* lora,
   int64_t first, int64_t count, int64_t gate);
@@ -35,12 +35,12 @@ void scale_and_shift(int64_t dtype, void* x, int64_t stride, int64_t tokens, con
   int64_t last);
 void gate(int64_t dtype, int64_t kind, const void* x, int64_t stride, void* out, int64_t rows, int64_t width);
 void choose_greedy(int64_t dtype, const void* scores, int64_t stride, int64_t rows, int64_t vocabulary,
-  const uint32_t* words, int64_t width, const int64_t* numbers, int64_t* ids, float* logprobs);
+  const uint32_t* token_masks, int64_t width, const int64_t* mask_indices, int64_t* ids, float* logprobs);
 void gather_logprobs(int64_t dtype, const void* scores, int64_t stride, int64_t rows, int64_t vocabulary,
-  const float* temperatures, const uint32_t* words, int64_t width, const int64_t* numbers, const int64_t* ids,
-  int64_t count, float* logprobs);
+  const float* temperatures, const uint32_t* token_masks, int64_t width, const int64_t* mask_indices,
+  const int64_t* ids, int64_t count, float* logprobs);
 void top_k_scores(int64_t dtype, const void* scores, int64_t stride, int64_t rows, int64_t vocabulary, int64_t count,
-  const uint32_t* words, int64_t width, const int64_t* numbers, float* best, int64_t* ids);
+  const uint32_t* token_masks, int64_t width, const int64_t* mask_indices, float* best, int64_t* ids);
 void rotary(void* x, int64_t token, int64_t head, int64_t tokens, int64_t heads, const float* cosine,
   const float* sine, int64_t half, int64_t dtype);
 void write_kv(const Paged* batch, const char* k, int64_t k_token, int64_t k_head, const char* v, int64_t v_token,

@@ -58,7 +58,7 @@ _Bytes = npt.NDArray[np.uint8]
 class BufferPool:
     """Reusable memory for intermediate tensors of recorded runs with up to `max_rows` rows.
 
-    A buffer returns to the pool when the last tensor view on it is deleted.
+    A buffer returns to the pool when the last tensor view of it is deleted.
     """
 
     def __init__(self, max_rows: int) -> None:

@@ -35,6 +35,7 @@ class Library:
 
     def __init__(self) -> None:
         name, path = _find_library()
+        self.name = name
         self.narrow_dtypes = NARROW_DTYPES.get(name, (torch.bfloat16, torch.float16))
         try:
             self._openmp = _load_torch_openmp()
@@ -93,7 +94,7 @@ def _check_digest(native: ctypes.CDLL, name: str) -> None:
         texts = b"".join(path.read_bytes() for path in [source, *sorted(source.parent.glob("*.h"))])
         if native.digest().decode() != sha256(texts).hexdigest()[:16]:
             raise LibraryUnavailableError(
-                "the library was built from other sources: reinstall lorax_server (make venv)"
+                "the library was built from different sources: reinstall lorax_server (make venv)"
             )
 
 

@@ -13,7 +13,7 @@ from lorax_server.kernels.ops import LoraBatch, LoraTarget
 
 
 class CpuNorms:
-    """Norms for CPUs, and the op that applies adapter factors and shifts."""
+    """Norms for CPUs, and the op that applies output scales and output biases."""
 
     _library: Library
 

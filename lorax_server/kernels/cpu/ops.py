@@ -33,6 +33,10 @@ class CpuOps(CpuAttention, CpuLinears, CpuNorms, CpuSampling):
     prepare = staticmethod(reference.prepare)  # native kernels need no compilation at run time
 
     @property
+    def name(self) -> str:
+        return f"native {self._library.name}{' with AMX' if self._library.has_tiles else ''}"
+
+    @property
     def has_fast_bfloat16(self) -> bool:
         return self._library.has_tiles
 

@@ -16,17 +16,18 @@ class CpuSampling:
     def choose_greedy(
         self,
         logits: torch.Tensor,
-        words: torch.Tensor | None = None,
-        numbers: torch.Tensor | None = None,
+        token_masks: torch.Tensor | None = None,
+        mask_indices: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Implement `Ops.choose_greedy`. A row with NaN returns the first NaN token, with log probability NaN."""
         logits = _with_unit_stride(logits)
         rows, vocabulary = logits.shape
-        words, numbers = _check_masks(logits, words, numbers)
+        token_masks, mask_indices = _check_masks(logits, token_masks, mask_indices)
         token_ids = torch.empty(rows, dtype=torch.int64)
         logprobs = torch.empty(rows, dtype=torch.float32)
         self._library.choose_greedy(
-            *(DTYPES[logits.dtype], logits.data_ptr(), logits.stride(0), rows, vocabulary, *_mask_args(words, numbers)),
+            *(DTYPES[logits.dtype], logits.data_ptr(), logits.stride(0), rows, vocabulary),
+            *_mask_args(token_masks, mask_indices),
             *(token_ids.data_ptr(), logprobs.data_ptr()),
         )
         return token_ids, logprobs
@@ -36,8 +37,8 @@ class CpuSampling:
         logits: torch.Tensor,
         token_ids: torch.Tensor,
         temperatures: torch.Tensor | None = None,
-        words: torch.Tensor | None = None,
-        numbers: torch.Tensor | None = None,
+        token_masks: torch.Tensor | None = None,
+        mask_indices: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Implement `Ops.gather_logprobs`. Token IDs outside the vocabulary have log probability NaN."""
         logits, token_ids = _with_unit_stride(logits), token_ids.contiguous()
@@ -48,11 +49,11 @@ class CpuSampling:
             if temperatures.shape != (rows,) or temperatures.dtype != torch.float32:
                 raise ValueError(f"temperatures must be ({rows},) float32")
             temperatures = temperatures.contiguous()
-        words, numbers = _check_masks(logits, words, numbers)
+        token_masks, mask_indices = _check_masks(logits, token_masks, mask_indices)
         logprobs = torch.empty(rows, count, dtype=torch.float32)
         self._library.gather_logprobs(
             *(DTYPES[logits.dtype], logits.data_ptr(), logits.stride(0), *logits.shape),
-            *(None if temperatures is None else temperatures.data_ptr(), *_mask_args(words, numbers)),
+            *(None if temperatures is None else temperatures.data_ptr(), *_mask_args(token_masks, mask_indices)),
             *(token_ids.data_ptr(), count, logprobs.data_ptr()),
         )
         return logprobs
@@ -61,20 +62,20 @@ class CpuSampling:
         self,
         logits: torch.Tensor,
         count: int,
-        words: torch.Tensor | None = None,
-        numbers: torch.Tensor | None = None,
+        token_masks: torch.Tensor | None = None,
+        mask_indices: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Implement `Ops.top_k_scores`. Ties go to the lowest ID. Missing tokens have ID 0 and score -infinity."""
         logits = _with_unit_stride(logits)
         rows, vocabulary = logits.shape
-        words, numbers = _check_masks(logits, words, numbers)
+        token_masks, mask_indices = _check_masks(logits, token_masks, mask_indices)
         if not 0 < count <= vocabulary:
             raise ValueError(f"count must be in [1, {vocabulary}] (got {count})")
         best = torch.empty(rows, count, dtype=torch.float32)
         token_ids = torch.empty(rows, count, dtype=torch.int64)
         self._library.top_k_scores(
             *(DTYPES[logits.dtype], logits.data_ptr(), logits.stride(0), rows, vocabulary, count),
-            *(*_mask_args(words, numbers), best.data_ptr(), token_ids.data_ptr()),
+            *(*_mask_args(token_masks, mask_indices), best.data_ptr(), token_ids.data_ptr()),
         )
         return best, token_ids
 
@@ -86,20 +87,22 @@ def _with_unit_stride(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _check_masks(
-    logits: torch.Tensor, words: torch.Tensor | None, numbers: torch.Tensor | None
+    logits: torch.Tensor, token_masks: torch.Tensor | None, mask_indices: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return contiguous token masks. Raise `ValueError` if the kernels would read out of bounds."""
-    if words is None or numbers is None:
+    if token_masks is None or mask_indices is None:
         return None, None
     rows, vocabulary = logits.shape
-    if words.dtype != torch.int32 or numbers.dtype != torch.int64 or numbers.shape != (rows,):
-        raise ValueError(f"masks must be int32, and mask numbers ({rows},) int64")
-    if words.shape[1] * 32 < vocabulary or int(numbers.max()) >= len(words):
-        raise ValueError(f"{len(words)} masks of {words.shape[1]} words do not cover {vocabulary} tokens")
-    return words.contiguous(), numbers.contiguous()
+    if token_masks.dtype != torch.int32 or mask_indices.dtype != torch.int64 or mask_indices.shape != (rows,):
+        raise ValueError(f"`token_masks` must be int32, and `mask_indices` ({rows},) int64")
+    if token_masks.shape[1] * 32 < vocabulary or int(mask_indices.max()) >= len(token_masks):
+        raise ValueError(f"{len(token_masks)} masks of {token_masks.shape[1]} words do not cover {vocabulary} tokens")
+    return token_masks.contiguous(), mask_indices.contiguous()
 
 
-def _mask_args(words: torch.Tensor | None, numbers: torch.Tensor | None) -> tuple[int | None, int, int | None]:
-    if words is None or numbers is None:
+def _mask_args(
+    token_masks: torch.Tensor | None, mask_indices: torch.Tensor | None
+) -> tuple[int | None, int, int | None]:
+    if token_masks is None or mask_indices is None:
         return None, 0, None
-    return words.data_ptr(), words.shape[1], numbers.data_ptr()
+    return token_masks.data_ptr(), token_masks.shape[1], mask_indices.data_ptr()

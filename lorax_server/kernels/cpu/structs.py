@@ -61,7 +61,7 @@ def refresh_lora_plan(lora: LoraBatch, current: LoraBatch) -> None:
 
 
 def _make_lora_struct(lora: LoraBatch) -> NativeLora:
-    tensors = (lora.buffer, lora.host_table, lora.scales, lora.widths)
+    tensors = (lora.buffer, lora.host_table, lora.scales, lora.features)
     if not all(tensor.is_contiguous() for tensor in tensors):
         raise ValueError("the adapter tables must be contiguous")
     tokens = len(lora.adapter_indices) if lora.in_graph else lora.bounds[-1]

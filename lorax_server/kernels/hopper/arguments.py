@@ -65,7 +65,7 @@ class GateArgs(ctypes.Structure):
 class PromptLoraArgs(ctypes.Structure):
     _fields_ = [
         *_fields(POINTER, "v buffer bias y out tiles table"),
-        *_fields(INT, "target num_targets y_stride slices room"),
+        *_fields(INT, "target num_targets y_stride slices padded_rank"),
         *_fields(INT * MAX_SLICES, "N"),
     ]
 
@@ -73,7 +73,7 @@ class PromptLoraArgs(ctypes.Structure):
 class SumPartsArgs(ctypes.Structure):
     _fields_ = [
         *_fields(POINTER, "parts v adapters table scales"),
-        *_fields(INT, "num_parts tokens slices room target num_targets"),
+        *_fields(INT, "num_parts tokens slices padded_rank target num_targets"),
     ]
 
 
@@ -108,9 +108,9 @@ class SampleArgs(ctypes.Structure):
         *_fields(
             POINTER, "logits params lengths prompt_lengths tokens changed counts changed_rows entry_ids entry_values"
         ),
-        *_fields(POINTER, "mask_rows mask_words token_ids logprobs listed_ids listed_logprobs"),
+        *_fields(POINTER, "mask_rows token_masks token_ids logprobs listed_ids listed_logprobs"),
         *_fields(ctypes.c_longlong, "stride tokens_stride"),
-        *_fields(INT, "vocab width num_masks mask_width most"),
+        *_fields(INT, "vocab width num_masks mask_width max_alternatives"),
     ]
 
 

@@ -90,7 +90,7 @@ class DecodeVariant:
 class _Plan(NamedTuple):
     """The batch's KV splits, at fixed device addresses. A graph replay updates them."""
 
-    entries: torch.Tensor  # [most, ENTRY_BYTES]
+    entries: torch.Tensor  # [max_entries, ENTRY_BYTES]
     num_entries: torch.Tensor
 
 
@@ -172,9 +172,9 @@ class DecodeAttention:
     def _make_plan(self, batch: PagedBatch, block_size: int, window: int) -> _Plan:
         device, num_seqs = batch.block_tables.device, len(batch.block_tables)
         longest = min(batch.block_tables.shape[1] * block_size, window)
-        most = num_seqs * min(MAX_SPLITS, max(1, -(-longest // SPLIT_TOKENS)))
+        max_entries = num_seqs * min(MAX_SPLITS, max(1, -(-longest // SPLIT_TOKENS)))
         plan = _Plan(
-            torch.empty(most, ENTRY_BYTES, dtype=torch.uint8, device=device),
+            torch.empty(max_entries, ENTRY_BYTES, dtype=torch.uint8, device=device),
             torch.empty(1, dtype=torch.int32, device=device),
         )
         lengths = batch.input_lengths.long().contiguous(), batch.cache_lengths.long().contiguous()

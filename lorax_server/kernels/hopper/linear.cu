@@ -2,7 +2,7 @@
 //
 // The first blocks compute LoRA into D. Each other block multiplies 128 columns: W is the tall WGMMA operand, up to ROWS rows
 // of x are the narrow operand. A cluster of CLUSTER blocks shares 128 columns, split along K; each block then finishes
-// 128 / CLUSTER columns: it adds the partial sums in order, bias and D, and applies the adapter's factor and shift.
+// 128 / CLUSTER columns: it adds the partial sums in order, bias and D, and applies the adapter's output scale and output bias.
 // Weights are prefetched before the previous kernel finishes.
 
 // WGMMA descriptor for swizzled 128-byte rows.
@@ -88,7 +88,7 @@ template <class Number> DEVICE Four load_four(const u16* from) {
   return {{a.x, a.y, b.x, b.y}};
 }
 
-// Finish four outputs of one row: add bias and D, then apply factor and shift.
+// Finish four outputs of one row: add bias and D, then apply output scale and output bias.
 template <class Number, bool LORA>
 DEVICE void finish_outputs(const LinearArgs& p, float4 product, int row, int column, int slice) {
   Four y = {{product.x, product.y, product.z, product.w}};
@@ -98,11 +98,11 @@ DEVICE void finish_outputs(const LinearArgs& p, float4 product, int row, int col
     const int has = p.flags[slice * p.T + row];
     if (has & HAS_LORA)
       for (int part = 0; part <= has / EXTRA_PART; part++) y.add(load_four<Number>(p.d + (i64)part * DELTA_ROWS * p.y_stride + at));
-    if (has & (HAS_FACTOR | HAS_SHIFT)) {
+    if (has & (HAS_OUTPUT_SCALE | HAS_OUTPUT_BIAS)) {
       const i64* fields = p.table + ((i64)p.adapters[row] * p.num_targets + p.target + slice) * FIELDS;
       const int within = column - (slice > 0 ? p.N[0] : 0) - (slice > 1 ? p.N[1] : 0);
-      if (has & HAS_FACTOR) y.multiply(load_four<Number>(p.buffer + fields[FIELD_FACTOR] + within));
-      if (has & HAS_SHIFT) y.add(load_four<Number>(p.buffer + fields[FIELD_SHIFT] + within));
+      if (has & HAS_OUTPUT_SCALE) y.multiply(load_four<Number>(p.buffer + fields[FIELD_OUTPUT_SCALE] + within));
+      if (has & HAS_OUTPUT_BIAS) y.add(load_four<Number>(p.buffer + fields[FIELD_OUTPUT_BIAS] + within));
     }
   }
   *(uint2*)(p.y + at) = uint2{Number::pack(y.f[0], y.f[1]), Number::pack(y.f[2], y.f[3])};

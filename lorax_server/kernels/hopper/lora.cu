@@ -15,7 +15,7 @@ constexpr int DELTA_ROWS = 128;  // rows of each D buffer
 constexpr int COMPUTE_THREADS = 256;
 constexpr int RING_HEADER_BYTES = 9216;  // shared memory before the ring: warp sums and barriers
 constexpr uint4 ZEROS = {0, 0, 0, 0};
-constexpr int HAS_LORA = 1, HAS_FACTOR = 2, HAS_SHIFT = 4, EXTRA_PART = 8;  // row flags; EXTRA_PART times the number of additional parts
+constexpr int HAS_LORA = 1, HAS_OUTPUT_SCALE = 2, HAS_OUTPUT_BIAS = 4, EXTRA_PART = 8;  // row flags; EXTRA_PART times the number of additional parts
 
 struct Record {  // one tile and slice
   i64 a, b;      // offsets of A and B

@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS) plan_kernel(const __g
   if (row < p.M) {
     const i64* fields = p.table + mine * FIELDS;
     const int rank = (int)fields[FIELD_RANK], more = rank > 0 ? (rank - 1) / PART_RANKS : 0;
-    const int has = (rank > 0) * HAS_LORA | (fields[FIELD_FACTOR] >= 0) * HAS_FACTOR | (fields[FIELD_SHIFT] >= 0) * HAS_SHIFT;
+    const int has = (rank > 0) * HAS_LORA | (fields[FIELD_OUTPUT_SCALE] >= 0) * HAS_OUTPUT_SCALE | (fields[FIELD_OUTPUT_BIAS] >= 0) * HAS_OUTPUT_BIAS;
     p.flags[(i64)target * p.T + row] = adapter == 0 ? 0 : has | more * EXTRA_PART;
   }
   int rank = 0;

@@ -78,8 +78,8 @@ DEVICE void rms_norm(const NormArgs& p) {
     for (int i = 0; i < 8; i++) kept[c].f[i] *= scale;
     kept[c].round();
     kept[c].multiply(Vector8<Number>::load(p.weight + at));
-    if (has & HAS_FACTOR) kept[c].multiply(Vector8<Number>::load(p.buffer + fields[FIELD_FACTOR] + at));
-    if (has & HAS_SHIFT) kept[c].add(Vector8<Number>::load(p.buffer + fields[FIELD_SHIFT] + at));
+    if (has & HAS_OUTPUT_SCALE) kept[c].multiply(Vector8<Number>::load(p.buffer + fields[FIELD_OUTPUT_SCALE] + at));
+    if (has & HAS_OUTPUT_BIAS) kept[c].add(Vector8<Number>::load(p.buffer + fields[FIELD_OUTPUT_BIAS] + at));
     kept[c].store(p.out + row + at);
   }
 }

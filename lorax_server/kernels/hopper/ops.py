@@ -44,6 +44,8 @@ MAX_FUSED_BASE_ROWS = 64  # without adapters; cuBLAS is faster for larger batche
 class HopperOps(TritonOps):
     """All ops for one Hopper GPU."""
 
+    name = "Hopper (CUDA)"
+
     def __init__(self, device: torch.device) -> None:
         """Create the ops. Two kernels are compiled immediately, so that compiler problems raise an error here."""
         super().__init__()

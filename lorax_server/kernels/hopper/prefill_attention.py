@@ -226,7 +226,10 @@ def _copy_tiles_to_device(batch: PagedBatch, tokens: int) -> torch.Tensor:
 
 
 def _write_attention_wgmma(head_dim: int, keys: int) -> str:
-    """Return the WGMMA instructions for attention, and the wait instructions, with explicit register lists."""
+    """Return CUDA source for the attention WGMMA wrappers and their wait functions.
+
+    The wrappers contain inline PTX with explicit register lists.
+    """
     rows, weights = "u64 a", "const u32* a"
     scores = ", ".join(f'"+f"(s[{i}])' for i in range(keys // 2))
     sums = ", ".join(f'"+f"(o[{i}])' for i in range(head_dim // 2))

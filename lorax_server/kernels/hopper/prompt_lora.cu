@@ -7,11 +7,11 @@
 constexpr int WARP_COLUMNS = 64, BLOCK_COLUMNS = PROMPT_THREADS / 32 * WARP_COLUMNS, CHUNK = 16;
 
 struct PromptLoraArgs {
-  const u16 *v, *buffer, *bias;  // [tokens][slices][room]; adapter buffer; [N] or null
+  const u16 *v, *buffer, *bias;  // [tokens][slices][padded_rank]; adapter buffer; [N] or null
   u16 *y, *out;                  // [tokens][y_stride], written by expand and read by gate; gate output [tokens][N[0]]
   const int4* tiles;             // first token, tokens, adapter
   const i64* table;              // [adapter][target][FIELDS]
-  int target, num_targets, y_stride, slices, room, N[3];
+  int target, num_targets, y_stride, slices, padded_rank, N[3];
 };
 
 struct Columns { u32 a[4][4]; };  // 16 ranks x 8 columns of a lane, as operands of four MMAs
@@ -52,7 +52,7 @@ struct Slice {
 // Load four ranks of V, starting at `first`, for this lane's token.
 DEVICE uint2 load_low_rank(const PromptLoraArgs& p, const Slice& s, int token, bool exists, int first) {
   const int c = threadIdx.x & 3;
-  return exists && first < s.rank ? __ldg((const uint2*)(p.v + ((i64)token * p.slices + s.index) * p.room + first + 4 * c)) : uint2{0, 0};
+  return exists && first < s.rank ? __ldg((const uint2*)(p.v + ((i64)token * p.slices + s.index) * p.padded_rank + first + 4 * c)) : uint2{0, 0};
 }
 
 template <class Number> DEVICE void multiply_columns(float (&d)[4][4], const Columns& q, uint2 v) {
@@ -109,9 +109,9 @@ DEVICE void expand_prompt(const PromptLoraArgs& p) {
   }
 }
 
-template <class Number> DEVICE void scale_and_shift(Vector8<Number>& y, const PromptLoraArgs& p, const Slice& s, i64 factor, i64 shift) {
-  if (factor >= 0) y.multiply(Vector8<Number>::load(p.buffer + factor + s.column));
-  if (shift >= 0) y.add(Vector8<Number>::load(p.buffer + shift + s.column));
+template <class Number> DEVICE void scale_and_shift(Vector8<Number>& y, const PromptLoraArgs& p, const Slice& s, i64 output_scale, i64 output_bias) {
+  if (output_scale >= 0) y.multiply(Vector8<Number>::load(p.buffer + output_scale + s.column));
+  if (output_bias >= 0) y.add(Vector8<Number>::load(p.buffer + output_bias + s.column));
 }
 
 // out = activation(gate) * up, with adapters applied to gate and up.
@@ -123,8 +123,8 @@ DEVICE void gate_prompt(const PromptLoraArgs& p) {
   const Slice gate(p, tile.z, 0, column), up(p, tile.z, 1, column);
   const Columns gate_columns = load_columns(gate.b, gate.width, 0, gate.rank, c, gate.inside);
   const Columns up_columns = load_columns(up.b, up.width, 0, up.rank, c, up.inside);
-  const i64 factor = tile.z ? gate.fields[FIELD_FACTOR] : -1, shift = tile.z ? gate.fields[FIELD_SHIFT] : -1;
-  const i64 up_factor = tile.z ? up.fields[FIELD_FACTOR] : -1, up_shift = tile.z ? up.fields[FIELD_SHIFT] : -1;
+  const i64 output_scale = tile.z ? gate.fields[FIELD_OUTPUT_SCALE] : -1, output_bias = tile.z ? gate.fields[FIELD_OUTPUT_BIAS] : -1;
+  const i64 up_scale = tile.z ? up.fields[FIELD_OUTPUT_SCALE] : -1, up_bias = tile.z ? up.fields[FIELD_OUTPUT_BIAS] : -1;
   wait_for_previous_kernel();
   uint4 ahead[2][2];  // gate and up of the next eight tokens, two tokens per lane
   uint2 v_ahead[2];
@@ -156,8 +156,8 @@ DEVICE void gate_prompt(const PromptLoraArgs& p) {
       Vector8<Number> a = token_outputs<Number>(d[0], e), b = token_outputs<Number>(d_up[0], e);
       a.add(Vector8<Number>::of(base[e][0]));
       b.add(Vector8<Number>::of(base[e][1]));
-      scale_and_shift(a, p, gate, factor, shift);
-      scale_and_shift(b, p, up, up_factor, up_shift);
+      scale_and_shift(a, p, gate, output_scale, output_bias);
+      scale_and_shift(b, p, up, up_scale, up_bias);
 #pragma unroll
       for (int i = 0; i < 8; i++) a.f[i] = Activation::of(a.f[i]);
       a.multiply(b);
@@ -167,23 +167,23 @@ DEVICE void gate_prompt(const PromptLoraArgs& p) {
 }
 
 struct SumPartsArgs {
-  const float* parts;   // [num_parts][tokens][slices][room]
-  u16* v;               // [tokens][slices][room]
+  const float* parts;   // [num_parts][tokens][slices][padded_rank]
+  u16* v;               // [tokens][slices][padded_rank]
   const int* adapters;  // [tokens]
   const i64* table;     // [adapter][target][FIELDS]
   const float* scales;  // [adapter][target]
-  int num_parts, tokens, slices, room, target, num_targets;
+  int num_parts, tokens, slices, padded_rank, target, num_targets;
 };
 
 // V = scale * sum of its parts in order; zeros beyond the adapter's rank. Four ranks per thread.
 template <class Number>
 DEVICE void sum_parts(const SumPartsArgs& p) {
-  const int four = blockIdx.x * blockDim.x + threadIdx.x, at = four * 4, width = p.slices * p.room, token = at / width;
+  const int four = blockIdx.x * blockDim.x + threadIdx.x, at = four * 4, width = p.slices * p.padded_rank, token = at / width;
   wait_for_previous_kernel();
   if (token >= p.tokens) return;
   const int adapter = p.adapters[token];
   if (adapter == 0) return;
-  const int slice = at % width / p.room, rank = at % p.room;
+  const int slice = at % width / p.padded_rank, rank = at % p.padded_rank;
   const i64 entry = (i64)adapter * p.num_targets + p.target + slice;
   const int left = (int)__ldg(p.table + entry * FIELDS + FIELD_RANK) - rank;
   if (left <= -CHUNK) return;

@@ -49,8 +49,8 @@ def gated_linear(
 def _shrink(kernels: Kernels, x: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]) -> torch.Tensor:
     """Return `V = x @ A.T` for each target, scaled and summed over its parts, `[tokens, targets, padded rank]`."""
     parts = shrink(x, lora, targets).v
-    count, tokens, slices, room = parts.shape
-    v = torch.empty(tokens, slices, room, dtype=x.dtype, device=x.device)
+    count, tokens, slices, padded_rank = parts.shape
+    v = torch.empty(tokens, slices, padded_rank, dtype=x.dtype, device=x.device)
     args = SumPartsArgs(
         parts.data_ptr(),
         v.data_ptr(),
@@ -60,7 +60,7 @@ def _shrink(kernels: Kernels, x: torch.Tensor, lora: LoraBatch, targets: Sequenc
         count,
         tokens,
         slices,
-        room,
+        padded_rank,
         targets[0].index,
         lora.table.shape[1],
     )
@@ -76,7 +76,7 @@ def _make_args(
     args = PromptLoraArgs(v=low_rank.data_ptr(), buffer=lora.buffer.data_ptr(), y=y.data_ptr())
     args.tiles, args.table = prompt_tiles(lora, TILE_TOKENS).data_ptr(), lora.table.data_ptr()
     args.target, args.num_targets = targets[0].index, lora.table.shape[1]
-    args.y_stride, args.slices, args.room = y.stride(0), len(targets), low_rank.shape[2]
+    args.y_stride, args.slices, args.padded_rank = y.stride(0), len(targets), low_rank.shape[2]
     args.N[: len(targets)] = [target.columns.stop - target.columns.start for target in targets]
     return args
 

@@ -21,13 +21,13 @@ struct SampleArgs {
   const int* entry_ids;                 // biases and forbidden tokens
   const float* entry_values;
   const i64* mask_rows;                 // [masks]
-  const u32* mask_words;                // [masks][mask_width]
+  const u32* token_masks;                // [masks][mask_width]
   i64* token_ids;                       // results
   float* logprobs;
-  i64* listed_ids;                      // [listed rows][most]
+  i64* listed_ids;                      // [listed rows][max_alternatives]
   float* listed_logprobs;
   i64 stride, tokens_stride;
-  int vocab, width, num_masks, mask_width, most;  // width: row stride of `changed`, a multiple of 8
+  int vocab, width, num_masks, mask_width, max_alternatives;  // width: row stride of `changed`, a multiple of 8
 };
 
 // ---------------------------------------------------------------------------------------------------- greedy
@@ -215,8 +215,8 @@ DEVICE void sample_row(Shared& sh, const SampleArgs& a, const RowParams& p, cons
   }
   float logprob = log_probability(score, kept.top, log_sum);
   const bool lists_alternatives = p.listed >= 0;
-  i64* ids = lists_alternatives ? a.listed_ids + (i64)p.listed * a.most : nullptr;
-  float* logprobs = lists_alternatives ? a.listed_logprobs + (i64)p.listed * a.most : nullptr;
+  i64* ids = lists_alternatives ? a.listed_ids + (i64)p.listed * a.max_alternatives : nullptr;
+  float* logprobs = lists_alternatives ? a.listed_logprobs + (i64)p.listed * a.max_alternatives : nullptr;
   if ((p.flags & RAW) && !is_raw) {
     const BestToken likeliest = find_best_token(sh, raw);
     logprob = log_probability(raw.score(token), likeliest.top, likeliest.log_sum);
@@ -241,7 +241,7 @@ DEVICE const u32* find_mask(Shared& sh, const SampleArgs& a, int number) {
   __syncthreads();
   const int found = sh.count;
   __syncthreads();
-  return found < 0 ? nullptr : a.mask_words + (i64)found * a.mask_width;
+  return found < 0 ? nullptr : a.token_masks + (i64)found * a.mask_width;
 }
 
 template <class Number> struct Size { static constexpr int bytes = 2; };

@@ -37,8 +37,8 @@ def sample_tokens(kernels: Kernels, batch: SamplingBatch, inputs: SamplingInputs
     chosen = SampledTokens(
         torch.empty(rows, dtype=torch.int64, device=device),
         torch.empty(rows, device=device),
-        torch.zeros(batch.num_listed_rows, batch.most, dtype=torch.int64, device=device),
-        torch.zeros(batch.num_listed_rows, batch.most, device=device),
+        torch.zeros(batch.num_listed_rows, batch.max_alternatives, dtype=torch.int64, device=device),
+        torch.zeros(batch.num_listed_rows, batch.max_alternatives, device=device),
     )
     width = -(-vocab // 8) * 8
     changed = torch.empty(num_changed, width, device=device)
@@ -53,15 +53,15 @@ def sample_tokens(kernels: Kernels, batch: SamplingBatch, inputs: SamplingInputs
         stride=logits.stride(0),
         vocab=vocab,
         width=width,
-        most=batch.most,
+        max_alternatives=batch.max_alternatives,
         **{name: tensor.data_ptr() for name, tensor in chosen._asdict().items()},
         **{name: tensor.data_ptr() for name, tensor in inputs._asdict().items() if tensor is not None},
     )
     args.logits = logits.data_ptr()
     if inputs.tokens is not None:
         args.tokens_stride = inputs.tokens.stride(0)
-    if inputs.mask_words is not None:
-        args.num_masks, args.mask_width = len(inputs.mask_words), inputs.mask_words.stride(0)
+    if inputs.token_masks is not None:
+        args.num_masks, args.mask_width = len(inputs.token_masks), inputs.token_masks.stride(0)
     if num_changed:
         kernels.get(SampleVariant(logits.dtype, "apply_penalties")).launch(
             num_changed, SAMPLE_THREADS, [args], early=False

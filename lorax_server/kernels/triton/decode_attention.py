@@ -180,8 +180,8 @@ def _list_splits_kernel(
     for at in range(0, seq, SEQS_PER_COUNT):
         others = at + tl.arange(0, SEQS_PER_COUNT)
         mask = others < seq
-        _, _, _, numbers = _find_splits(input_lengths, cache_lengths, others, mask, window, SPLIT_TOKENS, MAX_SPLITS)
-        before += tl.sum(tl.where(mask, numbers, 0), axis=0)
+        _, _, _, counts = _find_splits(input_lengths, cache_lengths, others, mask, window, SPLIT_TOKENS, MAX_SPLITS)
+        before += tl.sum(tl.where(mask, counts, 0), axis=0)
     _, _, _, number = _find_splits(input_lengths, cache_lengths, seq, True, window, SPLIT_TOKENS, MAX_SPLITS)
     splits = tl.arange(0, MAX_SPLITS)
     tl.store(items + 1 + before + splits, seq * MAX_SPLITS + splits, mask=splits < number)
@@ -224,9 +224,9 @@ def load_slopes(slopes, heads, mask, HAS_SLOPES: tl.constexpr):
 
 @triton.jit
 def _attend(
-    query, power, slope, k_cache, v_cache, table, start, stop, last, head, inner, scale, HAS_CAP: tl.constexpr,
-    HAS_SLOPES: tl.constexpr, IS_RESCALED: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, TILE: tl.constexpr,
+    query, power, slope, k_cache, v_cache, table, start, stop, query_position, head, inner, scale,
+    HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, IS_RESCALED: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Return the weighted value sum over positions `start` to `stop`, the sum of weights, and the maximum score."""
     dims = tl.arange(0, query.shape[1])
@@ -244,7 +244,7 @@ def _attend(
         keys = tl.load(k_cache + cache_offsets, mask=loaded, other=0.0).to(query.dtype)
         scores = multiply_keys(query, power, keys, inner, IS_RESCALED, HAS_CAP) * scale
         if HAS_SLOPES:
-            scores += slope[:, None] * (positions - last).to(tl.float32)[None, :]
+            scores += slope[:, None] * (positions - query_position).to(tl.float32)[None, :]
         scores = tl.where(seen[None, :], scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, axis=1))
         weights = tl.exp2(scores - higher[:, None])

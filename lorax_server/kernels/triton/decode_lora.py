@@ -13,10 +13,10 @@ import triton.language as tl
 from lorax_server.kernels.ops import MAX_RANK, LoraBatch, LoraTarget
 from lorax_server.kernels.triton.lora_math import (
     ALIGNMENT,
-    FACTOR,
+    OUTPUT_BIAS,
+    OUTPUT_SCALE,
     RANK,
     RANKS,
-    SHIFT,
     A,
     elements_in,
     find_fields,
@@ -47,8 +47,8 @@ def make_scratch(device: torch.device, slices: int) -> torch.Tensor:
 
 def count_parts(rows: int, slices: int, inputs: int, block: int) -> int:
     """Return the number of parts that the inputs are split into. Small batches use more parts to occupy all SMs."""
-    most = min(MAX_PARTS, -(-inputs // block), max(1, MAX_PROGRAMS // (rows * slices)))
-    return 1 << (most.bit_length() - 1)
+    max_parts = min(MAX_PARTS, -(-inputs // block), max(1, MAX_PROGRAMS // (rows * slices)))
+    return 1 << (max_parts.bit_length() - 1)
 
 
 def apply_adapters(
@@ -60,7 +60,7 @@ def apply_adapters(
     *,
     with_vectors: bool,
 ) -> None:
-    """Add LoRA to `out`. With `with_vectors`, also apply factors and shifts before rounding."""
+    """Add LoRA to `out`. With `with_vectors`, also apply output scales and output biases before rounding."""
     rows, inputs = x.shape
     slices, first = len(targets), targets[0].index
     block_k = elements_in(x, SHRINK_BYTES)
@@ -132,7 +132,7 @@ def _expand(
         fields = find_fields(table, adapter, num_targets, first_target + index)
         is_changed = tl.load(fields + RANK) > 0
         if VECTORS:
-            is_changed = is_changed | (tl.load(fields + FACTOR) >= 0) | (tl.load(fields + SHIFT) >= 0)
+            is_changed = is_changed | (tl.load(fields + OUTPUT_SCALE) >= 0) | (tl.load(fields + OUTPUT_BIAS) >= 0)
         if is_changed:
             scale = tl.load(scales + adapter * num_targets + first_target + index)
             is_row = row_offsets < count

@@ -18,8 +18,8 @@ ALIGNMENT = tl.constexpr(16)
 NUM_FIELDS = tl.constexpr(len(Field))
 A = tl.constexpr(int(Field.A))
 B = tl.constexpr(int(Field.B))
-FACTOR = tl.constexpr(int(Field.FACTOR))
-SHIFT = tl.constexpr(int(Field.SHIFT))
+OUTPUT_SCALE = tl.constexpr(int(Field.OUTPUT_SCALE))
+OUTPUT_BIAS = tl.constexpr(int(Field.OUTPUT_BIAS))
 RANK = tl.constexpr(int(Field.RANK))
 
 
@@ -131,13 +131,13 @@ def multiply_b(
 
 @triton.jit
 def scale_and_shift_tile(value, buffer, fields, columns, width):
-    """Return the tile's values after multiplying by the adapter's factor and adding its shift, if present."""
-    factor, shift = tl.load(fields + FACTOR), tl.load(fields + SHIFT)
+    """Return the tile's values after multiplying by the adapter's output scale and adding its output bias."""
+    scale, bias = tl.load(fields + OUTPUT_SCALE), tl.load(fields + OUTPUT_BIAS)
     is_column = columns < width
-    if factor >= 0:
-        pointers = buffer + tl.multiple_of(factor, ALIGNMENT) + columns
+    if scale >= 0:
+        pointers = buffer + tl.multiple_of(scale, ALIGNMENT) + columns
         value *= tl.load(pointers, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    if shift >= 0:
-        pointers = buffer + tl.multiple_of(shift, ALIGNMENT) + columns
+    if bias >= 0:
+        pointers = buffer + tl.multiple_of(bias, ALIGNMENT) + columns
         value += tl.load(pointers, mask=is_column, other=0.0).to(tl.float32)[None, :]
     return value

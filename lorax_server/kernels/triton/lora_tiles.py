@@ -1,6 +1,6 @@
 """LoRA tiles: a limited number of consecutive rows with the same adapter, as `[first row, rows, adapter, 0]`.
 
-Decode tiles are listed on the device, so graphs can be replayed with other adapters. Prompt tiles are listed on the
+Decode tiles are listed on the device, so graphs can be replayed with different adapters. Prompt tiles are listed on the
 host; in a graph, unused tiles have no rows.
 """
 
@@ -93,8 +93,8 @@ def refresh_prompt_tiles(lora: LoraBatch, current: LoraBatch) -> None:
 def _make_prompt_tiles(lora: LoraBatch, height: int) -> torch.Tensor:
     device = lora.adapter_indices.device
     if lora.in_graph:
-        most = -(-len(lora.adapter_indices) // height) + GRAPH_SEGMENTS
-        return torch.zeros(most, 4, dtype=torch.int32, device=device)
+        max_tiles = -(-len(lora.adapter_indices) // height) + GRAPH_SEGMENTS
+        return torch.zeros(max_tiles, 4, dtype=torch.int32, device=device)
     tiles = torch.from_numpy(_list_tiles(lora, height))
     return tiles.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tiles
 

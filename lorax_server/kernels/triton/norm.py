@@ -9,7 +9,7 @@ import triton.language as tl
 
 from lorax_server.kernels.ops import Field, LoraBatch, LoraTarget
 
-FACTOR, SHIFT = tl.constexpr(int(Field.FACTOR)), tl.constexpr(int(Field.SHIFT))
+OUTPUT_SCALE, OUTPUT_BIAS = tl.constexpr(int(Field.OUTPUT_SCALE)), tl.constexpr(int(Field.OUTPUT_BIAS))
 ELEMENTS_PER_WARP = 1024
 MIN_ELEMENTS_PER_PROGRAM = 1024  # narrow rows share a program
 MAX_ROTATED_PAIRS = 1024  # maximum per program
@@ -181,10 +181,10 @@ def _find_fields(
 
 @triton.jit
 def _scale_and_shift(x: tl.tensor, buffer: tl.tensor, fields: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    factor_at, shift_at = tl.load(fields + FACTOR), tl.load(fields + SHIFT)
-    factor = tl.load(buffer + factor_at, mask=mask & (factor_at >= 0), other=1.0).to(tl.float32)
-    shift = tl.load(buffer + shift_at, mask=mask & (shift_at >= 0), other=0.0).to(tl.float32)
-    return ((x.to(tl.float32) * factor).to(x.dtype).to(tl.float32) + shift).to(x.dtype)
+    scale_at, bias_at = tl.load(fields + OUTPUT_SCALE), tl.load(fields + OUTPUT_BIAS)
+    scale = tl.load(buffer + scale_at, mask=mask & (scale_at >= 0), other=1.0).to(tl.float32)
+    bias = tl.load(buffer + bias_at, mask=mask & (bias_at >= 0), other=0.0).to(tl.float32)
+    return ((x.to(tl.float32) * scale).to(x.dtype).to(tl.float32) + bias).to(x.dtype)
 
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
 """All ops in Triton. LoRA uses the decode kernels for up to `DECODE_ROWS` tokens and the prompt kernels for more.
 
-Decode kernels read only device tensors, so graphs can replay them with other adapters. Prompt kernels can use host
-fields. Steps share scratch memory: run one step at a time, on one stream.
+Decode kernels read only device tensors, so graphs can replay them with different adapters. Prompt kernels can use
+host fields. Steps share scratch memory: run one step at a time, on one stream.
 """
 
 from collections.abc import Sequence
@@ -42,6 +42,7 @@ class TritonOps:
     def __init__(self) -> None:
         self._scratch: dict[tuple[torch.device, int], torch.Tensor] = {}
 
+    name = "Triton"
     records_graphs = True
     has_fast_bfloat16 = True
     max_lora_rank: int | None = MAX_RANK

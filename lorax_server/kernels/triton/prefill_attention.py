@@ -36,12 +36,12 @@ def prefill_attention(
     if not batch.stores_all:
         return reference.prefill_attention(q, k, v, cache, batch, spec)
     # In a graph, sequences with several tokens write their unused decode result to an extra last row.
-    room = torch.empty(len(q) + batch.in_graph, *q.shape[1:], dtype=q.dtype, device=q.device)
-    out = room[: len(q)]
+    padded_out = torch.empty(len(q) + batch.in_graph, *q.shape[1:], dtype=q.dtype, device=q.device)
+    out = padded_out[: len(q)]
     attend_prefill(out, q, cache, batch, spec)
     decode_rows = batch.cached("decode_rows", _mark_decode_rows if batch.in_graph else _find_decode_rows, batch)
     if decode_rows is not None:
-        room[decode_rows.results] = decode_attention(q[decode_rows.tokens], cache, decode_rows.batch, spec)
+        padded_out[decode_rows.results] = decode_attention(q[decode_rows.tokens], cache, decode_rows.batch, spec)
     return out
 
 
@@ -118,17 +118,18 @@ def plan_tiles_on_device(batch: PagedBatch, height: int) -> torch.Tensor:
     num_tokens, num_seqs = len(batch.slots), len(batch.block_tables)
     if batch.cu_seqlens is None:
         raise ValueError("a batch in a graph needs cu_seqlens")
-    most = num_tokens // height + min(num_seqs, num_tokens // 2)  # only the last tile of each sequence can be partial
-    tiles = torch.empty(most, 4, dtype=torch.int32, device=batch.block_tables.device)
+    # Only the last tile of each sequence can be partial.
+    max_tiles = num_tokens // height + min(num_seqs, num_tokens // 2)
+    tiles = torch.empty(max_tiles, 4, dtype=torch.int32, device=batch.block_tables.device)
     lengths = batch.input_lengths, batch.cache_lengths, batch.cu_seqlens
     _plan_kernel[(1,)](
-        *lengths, tiles, num_seqs, most, height, MAX_SEQS_POW2=triton.next_power_of_2(num_seqs), num_warps=8
+        *lengths, tiles, num_seqs, max_tiles, height, MAX_SEQS_POW2=triton.next_power_of_2(num_seqs), num_warps=8
     )
     return tiles
 
 
-@triton.jit(do_not_specialize=["input_lengths", "cache_lengths", "bounds", "num_seqs", "most", "height"])
-def _plan_kernel(input_lengths, cache_lengths, bounds, tiles, num_seqs, most, height, MAX_SEQS_POW2: tl.constexpr):
+@triton.jit(do_not_specialize=["input_lengths", "cache_lengths", "bounds", "num_seqs", "max_tiles", "height"])
+def _plan_kernel(input_lengths, cache_lengths, bounds, tiles, num_seqs, max_tiles, height, MAX_SEQS_POW2: tl.constexpr):
     seqs = tl.arange(0, MAX_SEQS_POW2)
     new = tl.load(input_lengths + seqs, mask=seqs < num_seqs, other=0).to(tl.int32)
     cached = tl.load(cache_lengths + seqs, mask=seqs < num_seqs, other=0).to(tl.int32)
@@ -141,8 +142,8 @@ def _plan_kernel(input_lengths, cache_lengths, bounds, tiles, num_seqs, most, he
         tl.store(tile + 1, token + offset, mask=is_tile)
         tl.store(tile + 2, cached + offset, mask=is_tile)
         tl.store(tile + 3, new - offset, mask=is_tile)
-    for start in range(0, most, MAX_SEQS_POW2):
-        is_empty = (start + seqs >= total) & (start + seqs < most)
+    for start in range(0, max_tiles, MAX_SEQS_POW2):
+        is_empty = (start + seqs >= total) & (start + seqs < max_tiles)
         for field in tl.static_range(4):
             tl.store(tiles + (start + seqs) * 4 + field, 0, mask=is_empty)
 

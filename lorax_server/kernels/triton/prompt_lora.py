@@ -66,7 +66,7 @@ class LowRank(NamedTuple):
 
 
 def linear(x: torch.Tensor, weights: LinearWeights, lora: LoraBatch, targets: Sequence[LoraTarget]) -> torch.Tensor:
-    """Return the linear layer's output plus LoRA. Adapter factors and shifts are not applied."""
+    """Return the linear layer's output plus LoRA. Output scales and output biases are not applied."""
     if not lora.has_low_rank(targets):
         return F.linear(x, weights.plain, weights.bias)
     width = weights.plain.shape[0]

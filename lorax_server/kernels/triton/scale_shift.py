@@ -1,4 +1,4 @@
-"""Apply adapter factors and shifts in a separate launch, for norms and prompts."""
+"""Apply adapter output scales and output biases in a separate launch, for norms and prompts."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from lorax_server.kernels.ops import LoraBatch, LoraTarget
-from lorax_server.kernels.triton.lora_math import ALIGNMENT, FACTOR, SHIFT, find_fields, find_slice
+from lorax_server.kernels.triton.lora_math import ALIGNMENT, OUTPUT_BIAS, OUTPUT_SCALE, find_fields, find_slice
 
 HEIGHT, BLOCK_N = 16, 256
 
@@ -37,18 +37,18 @@ def _scale_and_shift(
     rows = tl.program_id(1) * HEIGHT + tl.arange(0, HEIGHT)
     adapter = tl.load(adapters + rows, mask=rows < num_rows, other=0)
     fields = find_fields(table, adapter, num_targets, first_target + index)
-    factor, shift = tl.load(fields + FACTOR), tl.load(fields + SHIFT)
+    output_scale, output_bias = tl.load(fields + OUTPUT_SCALE), tl.load(fields + OUTPUT_BIAS)
     is_row = rows < num_rows
-    has_factor, has_shift = (factor >= 0) & is_row, (shift >= 0) & is_row
-    is_changed = has_factor | has_shift
+    has_scale, has_bias = (output_scale >= 0) & is_row, (output_bias >= 0) & is_row
+    is_changed = has_scale | has_bias
     if tl.max(is_changed.to(tl.int32), 0) == 0:
         return
     columns = start + tl.arange(0, BLOCK_N)
     is_column = (columns < width)[None, :]
     pointers = out + rows.to(tl.int64)[:, None] * stride + (slice_start + columns)[None, :]
     value = tl.load(pointers, mask=is_changed[:, None] & is_column, other=0.0).to(tl.float32)
-    at_factor = buffer + tl.multiple_of(factor, ALIGNMENT)[:, None] + columns[None, :]
-    value *= tl.load(at_factor, mask=has_factor[:, None] & is_column, other=1.0).to(tl.float32)
-    at_shift = buffer + tl.multiple_of(shift, ALIGNMENT)[:, None] + columns[None, :]
-    value += tl.load(at_shift, mask=has_shift[:, None] & is_column, other=0.0).to(tl.float32)
+    at_scale = buffer + tl.multiple_of(output_scale, ALIGNMENT)[:, None] + columns[None, :]
+    value *= tl.load(at_scale, mask=has_scale[:, None] & is_column, other=1.0).to(tl.float32)
+    at_bias = buffer + tl.multiple_of(output_bias, ALIGNMENT)[:, None] + columns[None, :]
+    value += tl.load(at_bias, mask=has_bias[:, None] & is_column, other=0.0).to(tl.float32)
     tl.store(pointers, value.to(out.dtype.element_ty), mask=is_changed[:, None] & is_column)

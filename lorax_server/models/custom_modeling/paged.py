@@ -8,7 +8,7 @@ from torch import nn
 from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.distributed import shard_vocab
 from lorax_server.errors import ConfigError, InputError
-from lorax_server.kernels import AttentionSpec
+from lorax_server.kernels import AttentionSpec, QuantizedMatrix
 from lorax_server.kernels.device import allocate_zeros, is_host
 from lorax_server.layers.attention import KVCache, PagedContext, Seqlen
 from lorax_server.layers.embedding import TensorParallelEmbedding
@@ -42,6 +42,7 @@ class PagedCausalLM(nn.Module):
 
     model: Decoder
     lm_head: MultiAdapterHead
+    weight_format = ""  # formats of quantized matrices, such as Q4_K
 
     def __init__(self, config: Any, weights: Weights, kv_shape: tuple[int, int]) -> None:
         """Store the model's settings. `kv_shape` is (number of KV heads on this rank, head dimension)."""
@@ -146,7 +147,7 @@ def load_head(
     size, shard = embedding.weight.shape[1], shard_vocab(weights.process_group, config.vocab_size)
     added = weights.get_sharded(f"{name}.bias", 0, shard, (config.vocab_size,)) if bias else None
     if config.tie_word_embeddings and not weights.has(f"{name}.weight"):
-        assert isinstance(embedding.weight, torch.Tensor)
+        assert isinstance(embedding.weight, torch.Tensor | QuantizedMatrix)
         head = MultiAdapterHead(embedding.weight, target_name, config.vocab_size, weights, bias=added)
         (target,) = head.targets
         assert target.weight is not None

@@ -135,6 +135,10 @@ class KeyRing:
                 self._add(digest, key, f"{keys_file}: key {key.name!r}")
 
     @property
+    def is_empty(self) -> bool:
+        return not self._keys
+
+    @property
     def weights(self) -> dict[str, float]:
         """Scheduling weights by key name."""
         return {key.name: key.weight for key in self._keys.values()}
@@ -155,7 +159,9 @@ class KeyRing:
 
     def check_admin(self, key: Key) -> None:
         if not self.has_admin:
-            raise ForbiddenError("this request requires an admin key; start the server with --admin-key")
+            raise ForbiddenError(
+                "this request requires an admin key; start the server with --admin-key, or on 127.0.0.1 without keys"
+            )
         if not key.name:
             raise AuthenticationError("an admin key is required: send the header `Authorization: Bearer <key>`")
         if not key.is_admin:

@@ -35,6 +35,13 @@ MAX_ALIASES = 100_000
 HUB_NAME_PATTERN = re.compile(r"[\w.-]+/[\w.-]+(@.+)?", re.ASCII)
 
 
+def list_base_names(model_id: str, served_names: Sequence[str]) -> tuple[str, ...]:
+    """Return the names that `/v1/models` lists for the base model. A path is listed as the name of its last part."""
+    path = Path(model_id).expanduser()
+    own_name = path.absolute().name.removesuffix(".gguf") if path.exists() else model_id
+    return tuple(dict.fromkeys(served_names)) or (own_name or model_id,)
+
+
 def make_unknown_model_error(name: str) -> AdapterNotFoundError:
     """Return the error that OpenAI routes raise for an unknown model."""
     return AdapterNotFoundError(f"the model {name[:64]!r} does not exist; /v1/models lists the available models")
@@ -97,8 +104,9 @@ class ModelNames:
         roots: Sequence[Path] = (),  # folders that contain local adapters, in search order
     ) -> None:
         self._local_roots = roots
-        self.primary_name = served_names[0] if served_names else model_id
-        self.base_names = frozenset((model_id, *served_names))
+        self.listed_base_names = list_base_names(model_id, served_names)
+        self.primary_name = self.listed_base_names[0]
+        self.base_names = frozenset((model_id, *self.listed_base_names))
         self.default_source = default_source
         self._static_adapter = None if static_adapter is None else self.normalize(*static_adapter)
         self._aliases: dict[str, AdapterKey] = {}

@@ -11,18 +11,16 @@ from starlette.responses import Response
 
 from lorax_server import errors
 
-RETRYABLE_STATUSES = (424, 429, 500, 503)
+ADAPTER_STATUS = 424  # on LoRAX routes
+RETRYABLE_STATUSES = (ADAPTER_STATUS, 429, 500, 503)
 OPENAI_PREFIX = "/v1/"
 OVERLOADED_MESSAGE = "Model is overloaded"  # LoRAX's wording
+INVALID_ADAPTER_CODE = "invalid_adapter"
 INVALID_PREFIX = "Input validation error: "
 TEMPLATE_PREFIX = "Failed applying chat template to {}: "
 FAILED_PREFIX = "Request failed during generation: Server error: "
-ERROR_TYPE_BY_STATUS = {
-    404: "not_found",
-    405: "method_not_allowed",
-    408: "timeout",
-    503: "healthcheck",
-}  # "validation" for other statuses
+# "validation" for other statuses
+ERROR_TYPE_BY_STATUS = {404: "not_found", 405: "method_not_allowed", 408: "timeout", 503: "healthcheck"}
 # OpenAI field names by LoRAX field name. Errors are raised with LoRAX names and translated for OpenAI routes.
 CHAT_FIELDS = {
     "inputs": "messages",
@@ -85,6 +83,8 @@ ERROR_FORMATS: dict[type[errors.LoraxError], ErrorFormat] = {
     errors.AuthenticationError: ErrorFormat("authentication", "invalid_api_key"),
     errors.ForbiddenError: ErrorFormat("permission", "permission_denied"),
     errors.DeadlineError: ErrorFormat("timeout"),
+    errors.SourceError: ErrorFormat("generation", None, FAILED_PREFIX),
+    errors.AdapterError: ErrorFormat("generation", INVALID_ADAPTER_CODE, FAILED_PREFIX),
     errors.LoraxError: ErrorFormat("generation", None, FAILED_PREFIX),
 }
 
@@ -130,7 +130,8 @@ def make_http_error(status: int, message: str = "", headers: dict[str, str] | No
 def make_error_response(error: BaseException, path: str) -> ErrorResponse:
     """Return the response for an exception raised by a route.
 
-    LoRAX routes use 424 for all adapter errors. OpenAI routes use 400 for all invalid requests and name the field.
+    LoRAX routes use 424 for all adapter errors. OpenAI routes use 400 for invalid requests and adapters, and name the
+    field.
     """
     if not isinstance(error, errors.LoraxError):
         return ErrorResponse(500, "internal", "Internal server error")
@@ -149,9 +150,9 @@ def make_error_response(error: BaseException, path: str) -> ErrorResponse:
         case errors.EngineError() if error.retry_after_s is not None:
             status = 503
         case errors.AdapterError() if not is_openai:
-            status = 424
+            status = ADAPTER_STATUS
         case errors.AdapterError():
-            param = "model"
+            status, param = 400 if status == ADAPTER_STATUS else status, "model"
         case errors.TemplateError() if is_openai:
             status, param = 400, "messages"
         case errors.InputError() if is_openai:

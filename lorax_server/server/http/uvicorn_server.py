@@ -2,8 +2,8 @@
 
 This is the only module that uses uvicorn and httptools internals; pyproject.toml pins the uvicorn version for it.
 
-Every connection has a timeout at all times: for request headers, for the next request (keep-alive), or for unread data.
-While a request runs, the timeouts of the middleware and the route apply.
+Every connection has a timeout at all times: for request headers or for the next request (keep-alive). While a request
+runs, the timeouts of the middleware and the route apply. The kernel closes connections whose client stops reading.
 """
 
 import asyncio
@@ -47,10 +47,7 @@ TOO_MANY_CONNECTIONS = ErrorResponse(
 
 
 class _ProtocolError(Exception):
-    """Raised in a parser callback to reject a request."""
-
-    def __init__(self, error_response: ErrorResponse) -> None:
-        self.error_response = error_response
+    """Raised in a parser callback to stop parsing after a rejection."""
 
 
 class _ChunkedCycle(RequestResponseCycle):
@@ -84,29 +81,29 @@ class LimitedProtocol(HttpToolsProtocol):
         self._metrics = metrics
         self._audit_log = audit_log
         self._header_timer: TimerHandle | None = None
-        self._write_timer: TimerHandle | None = None
         self._num_header_bytes = 0
-        self._num_unwritten_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._metrics.set_connections(len(self.connections))
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux only
+            timeout_ms = int(1000 * WRITE_TIMEOUT_S)
+            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
+        self._metrics.connections.set(len(self.connections))
         if len(self.connections) <= self._max_connections:
             self._start_header_timer()
             return
-        self._metrics.count_rejected_connection("full")
+        self._metrics.rejected_connections.labels("full").inc()
         self._audit_log.log_rejected_connection(
             self._address, TOO_MANY_CONNECTIONS.status, TOO_MANY_CONNECTIONS.message
         )
         self._write_error_response(TOO_MANY_CONNECTIONS)
-        self._close()
+        transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_header_timer()
-        self._stop_write_timer()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
-        self._metrics.set_connections(len(self.connections))
+        self._metrics.connections.set(len(self.connections))
 
     # --- Requests -----------------------------------------------------------------------------------------------------
 
@@ -117,10 +114,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._num_header_bytes += len(data)
         try:
             self.parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            cause = error.__context__
-            error_response = cause.error_response if isinstance(cause, _ProtocolError) else INVALID_REQUEST
-            self._reject(HEADERS_TOO_LARGE if self._are_headers_too_large else error_response)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            self._reject(HEADERS_TOO_LARGE if self._are_headers_too_large else INVALID_REQUEST)
         if self._are_headers_too_large:
             self._reject(HEADERS_TOO_LARGE)
 
@@ -133,20 +128,14 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._num_header_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-        if self._are_headers_too_large:
-            raise _ProtocolError(HEADERS_TOO_LARGE)
-        if self.parser.should_upgrade():
-            raise _ProtocolError(UPGRADE_NOT_SUPPORTED)
+        if self._are_headers_too_large or self.parser.should_upgrade():
+            self._reject(HEADERS_TOO_LARGE if self._are_headers_too_large else UPGRADE_NOT_SUPPORTED)
+            raise _ProtocolError
         self._stop_header_timer()
         self._unset_keepalive_if_required()  # the timer was set again if the previous response completed
         super().on_headers_complete()
         self.cycle.__class__ = _ChunkedCycle  # uvicorn has no hook to set the cycle class
         self.cycle.scope["extensions"] = {CHUNK_WRITER: weakref.ref(self.cycle)}  # type: ignore[dict-item]
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if self.transport.is_closing():
-            self._start_write_timer()
 
     @property
     def _are_headers_too_large(self) -> bool:
@@ -173,42 +162,7 @@ class LimitedProtocol(HttpToolsProtocol):
         else:
             self._reject(make_http_error(408, f"the headers did not arrive within {self._header_timeout_s:g} s"))
 
-    def timeout_keep_alive_handler(self) -> None:
-        self._close()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._start_write_timer()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if not self.transport.is_closing():
-            self._stop_write_timer()
-
-    def _start_write_timer(self) -> None:
-        """Start the write timer. No data is written while it runs, so the buffer shrinks if the client reads."""
-        if self._write_timer is None:
-            self._num_unwritten_bytes = self.transport.get_write_buffer_size()
-            self._write_timer = self.loop.call_later(WRITE_TIMEOUT_S, self._on_write_timeout)
-
-    def _stop_write_timer(self) -> None:
-        if self._write_timer is not None:
-            self._write_timer.cancel()
-            self._write_timer = None
-
-    def _on_write_timeout(self) -> None:
-        self._write_timer = None
-        if self.transport.get_write_buffer_size() < self._num_unwritten_bytes:
-            self._start_write_timer()
-        else:
-            self.transport.abort()
-
     # --- Errors -------------------------------------------------------------------------------------------------------
-
-    def _close(self) -> None:
-        """Close the connection after buffered data is written, or after the write timeout."""
-        self.transport.close()
-        self._start_write_timer()
 
     def _reject(self, error_response: ErrorResponse) -> None:
         """Close the connection. Send an error response first unless another response has started."""
@@ -221,7 +175,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 self._audit_log.log_rejection(
                     record, error_response.status, error_response.error_type, error_response.message
                 )
-        self._close()
+        self.transport.close()
 
     def _write_error_response(self, error_response: ErrorResponse) -> None:
         response = error_response.to_response(self._path)

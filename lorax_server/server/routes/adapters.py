@@ -8,16 +8,7 @@ from starlette.responses import Response
 from lorax_server.errors import AdapterError, AdapterNotFoundError, ConflictError, LoraxError
 from lorax_server.server.access.keys import Key
 from lorax_server.server.access.model_names import HUB_NAME_PATTERN, AdapterKey, ModelSelection, with_suggestions
-from lorax_server.server.adapter_listing import (
-    CURSOR_PATTERN,
-    MAX_ALSO_NAMES,
-    MAX_PAGE_SIZE,
-    MAX_QUERY_CHARACTERS,
-    NAME_CURSOR,
-    PageQuery,
-    adapter_to_json,
-    list_page,
-)
+from lorax_server.server.adapter_listing import PageQuery, adapter_to_json, list_page
 from lorax_server.server.http.error_responses import json_response
 from lorax_server.server.http.replica_protocol import AdapterChange
 from lorax_server.server.routes.openai import ERRORS
@@ -33,28 +24,8 @@ from lorax_server.server.schemas.openai import (
 from lorax_server.server.service import Service
 
 TAG = "Adapters"
-MAX_LISTED_HOLDERS = 5  # number of names in an error message
+MAX_PIN_NAMES_IN_ERROR = 5
 ERRORS_AND_CONFLICT: dict[int | str, dict[str, Any]] = {**ERRORS, 409: {"model": OpenAIErrorResponse}}
-Limit = Annotated[int, Query(ge=1, le=MAX_PAGE_SIZE, description="Maximum number of adapters per page.")]
-After = Annotated[
-    str,
-    Query(
-        max_length=MAX_QUERY_CHARACTERS,
-        pattern=CURSOR_PATTERN,
-        description="`next` from the previous page; omit it for the first page.",
-    ),
-]
-Search = Annotated[
-    str, Query(max_length=MAX_QUERY_CHARACTERS, description="Only adapters whose name contains this text.")
-]
-Also = Annotated[
-    list[str],
-    Query(
-        default_factory=list,
-        max_length=MAX_ALSO_NAMES,
-        description="Names of additional adapters to include on the first page.",
-    ),
-]
 
 
 def make_router(service: Service) -> APIRouter:
@@ -66,12 +37,9 @@ def make_router(service: Service) -> APIRouter:
 
 def _add_adapter_routes(router: APIRouter, service: Service) -> None:
     @router.get("/v1/adapters", operation_id="list_adapters", response_model=AdapterList, responses=ERRORS)
-    async def adapters(
-        request: Request, also: Also, limit: Limit = MAX_PAGE_SIZE, after: After = NAME_CURSOR, search: Search = ""
-    ) -> Response:
+    async def adapters(request: Request, query: Annotated[PageQuery, Query()]) -> Response:
         """List adapters in pages, with their memory tier and usage. Admins see all adapters. Other callers see the
         named adapters that they may use, and the adapters in `also`."""
-        query = PageQuery(limit, after, search, also)
         return json_response(await list_page(service, request.state.key, query))
 
     @router.post("/v1/adapters/load", operation_id="load_adapter", response_model=Adapter, responses=ERRORS)
@@ -195,7 +163,7 @@ async def _unload_identity(service: Service, identity: str) -> None:
 
 
 def _conflict(adapter_id: str, holders: list[str]) -> ConflictError:
-    listed = ", ".join(map(repr, holders[:MAX_LISTED_HOLDERS]))
+    listed = ", ".join(map(repr, holders[:MAX_PIN_NAMES_IN_ERROR]))
     return ConflictError(
         f"adapter {adapter_id[:64]!r} cannot be unloaded because it has the same content as {listed}, which is pinned. "
         'First unload the pinned adapter, or load it with "pin": false'

@@ -3,26 +3,24 @@
 import asyncio
 import re
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from lorax_server.errors import InputError, LoraxError, MissingVariableError, NotSupportedError
+from lorax_server.errors import InputError, MissingVariableError, NotSupportedError
 from lorax_server.generation.generation import TokenEvent
-from lorax_server.server.access.model_names import ModelSelection
 from lorax_server.server.checks import check
 from lorax_server.server.generations import RemoteGeneration, finish_all
 from lorax_server.server.http.error_responses import json_response
-from lorax_server.server.request_context import RequestContext, RequestOptions
+from lorax_server.server.request_context import RequestContext, RequestOptions, constrain
 from lorax_server.server.routes import openai
 from lorax_server.server.schemas.openai import ChatCompletionRequest, ChatCompletionResponse, Message, TextPart
 from lorax_server.server.schemas.unsupported_fields import CHAT, reject_unsupported
 from lorax_server.server.service import Service
 from lorax_server.server.tools.messages import MessageWriter, normalize_tool_calls
 from lorax_server.server.tools.output_format import OutputFormat, choose_output_format
-from lorax_server.server.tools.tool_definitions import ToolDefinitions, parse_tool_definitions
+from lorax_server.server.tools.tool_definitions import parse_tool_definitions
 from lorax_server.text.detokenizer import Detokenizer
 from lorax_server.text.tokenizer import TextTokenizer
 
@@ -51,21 +49,22 @@ class PreparedChat(NamedTuple):
 
 
 async def _chat(context: RequestContext, body: ChatCompletionRequest) -> Response:
-    generations, prompt, output_format = await prepare(context, body, openai.choose_model(context, body))
+    openai.record_model(context, body)
+    generations, prompt, output_format = await prepare(context, body)
     is_enforced = generations[0].request.structure is not None
-    writers = [] if output_format is None else [MessageWriter(output_format, prompt, is_enforced) for _ in generations]
+    choices = []
+    for generation in generations:
+        writer = None if output_format is None else MessageWriter(output_format, prompt, is_enforced)
+        choices.append(_ChatCompletion(body, generation, writer))
     if body.stream:
         envelope = openai.make_envelope(context, body, "chatcmpl", "chat.completion.chunk")
-        write = partial(_write_deltas, body, generations, writers)
-        return await openai.stream_choices(context, body, envelope, write)
+        return await openai.stream_choices(context, body, envelope, choices)
     await finish_all(generations)
     envelope = openai.make_envelope(context, body, "chatcmpl", "chat.completion")
-    return await context.build_response(lambda: _write(context, body, envelope, writers))
+    return await context.build_response(lambda: _write(context, choices, envelope))
 
 
-async def prepare(
-    context: RequestContext, body: ChatCompletionRequest, choice: ModelSelection | LoraxError
-) -> PreparedChat:
+async def prepare(context: RequestContext, body: ChatCompletionRequest) -> PreparedChat:
     """Check a chat request, render its prompt and create its generations. Return them ready to run."""
     service, options = context.service, _to_options(context.service, body)
     await context.admit(len(options.seeds), bool(body.stream))
@@ -73,17 +72,20 @@ async def prepare(
     if body.tools or body.tool_choice:
         is_parallel = body.parallel_tool_calls is not False
         tools = await asyncio.to_thread(parse_tool_definitions, body.tools, body.tool_choice, is_parallel)
-    model = await openai.resolve(context, body, choice)
+    model = await openai.resolve(context, body)
     template = service.tokenizers.find_template(model.tokenizer, tools is not None) or ""
     requested = body.separate_reasoning
     separate_reasoning = service.config.separate_reasoning if requested is None else requested
     output_format = choose_output_format(service.config, context.record.adapter_id, template, tools, separate_reasoning)
-    prompt = await _render(context, model.tokenizer, template, body, tools)
+    prompt = await _render(context, model.tokenizer, template, body, output_format)
     if output_format is not None:
         if tools is not None:
             structure = await asyncio.to_thread(output_format.build_grammar, model.tokenizer, prompt, structure)
         model = model._replace(tokenizer=model.tokenizer.with_visible_tokens(output_format.markers))
-    options = replace(options, structure=structure)
+    may_be_text = tools is not None and not tools.is_required
+    may_reason = tools is not None and output_format is not None and output_format.has_reasoning
+    has_text = may_be_text or may_reason  # text has no default limit
+    options = replace(options, structure=structure) if has_text else constrain(service, options, structure)
     return PreparedChat(await context.prepare(model, prompt, options), prompt, output_format)
 
 
@@ -114,7 +116,7 @@ async def _render(
     tokenizer: TextTokenizer,
     template: str,
     body: ChatCompletionRequest,
-    tools: ToolDefinitions | None,
+    output_format: OutputFormat | None,
 ) -> str:
     if body.guideline is None and re.search(r"\bguideline\b", template):
         raise MissingVariableError("Missing template vatiable: guideline")  # LoRAX's message has the same typo
@@ -124,12 +126,15 @@ async def _render(
     if body.guideline is not None:
         variables["guideline"] = body.guideline
     variables["add_generation_prompt"] = body.add_generation_prompt is not False
+    tools = None if output_format is None else output_format.tools
     if tools is not None:
         variables["tools"] = tools.rendered
     has_developer = "developer" in template
     messages = [_to_template_message(index, message, has_developer) for index, message in enumerate(body.messages)]
     if any(message.tool_calls is not None or message.role == "tool" for message in body.messages):
         messages = normalize_tool_calls(messages)
+    if output_format is not None and output_format.describes_tools:
+        messages = output_format.describe_tools(messages)
     return await context.service.tokenizers.render(tokenizer, messages, context.tenant, **variables)
 
 
@@ -141,9 +146,7 @@ def _to_template_message(index: int, message: Message, has_developer: bool) -> d
     content = _join_text(index, message.content) if isinstance(message.content, list) else message.content
     content = content or ""  # not None, because templates concatenate the content with strings
     role = "system" if message.role == "developer" and not has_developer else message.role
-    if message.has_only_text:
-        return {"role": role, "content": content}  # fast path: a chat may have thousands of such messages
-    others = message.model_dump(exclude={"role", "content"}, exclude_none=True)
+    others = {name: value for name, value in message if name not in ("role", "content") and value is not None}
     return {"role": role, "content": content, **others}
 
 
@@ -163,49 +166,47 @@ def _join_text(message_index: int, content: list[TextPart | dict[str, Any]]) -> 
 # --- Responses --------------------------------------------------------------------------------------------------------
 
 
-def _write(
-    context: RequestContext, body: ChatCompletionRequest, envelope: dict[str, Any], writers: list[MessageWriter]
-) -> Response:
-    choices = []
-    for index, generation in enumerate(context.generations):
-        message: dict[str, Any] = {"role": "assistant", "content": generation.text, "refusal": None}
-        reason = openai.finish_reason(generation.completion.finish_reason)
-        if writers:
-            message = writers[index].write_message(generation.text)
-            reason = writers[index].finish_reason(reason)
-        logprobs = write_logprobs(body, generation, generation.events)
-        choices.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason})
-    usage = openai.count_usage(context)
-    return json_response(
-        envelope | {"choices": choices, "usage": usage}, 200, context.response_headers(usage["completion_tokens"])
-    )
+class _ChatCompletion(NamedTuple):
+    """A completion, and its writer if it may contain tool calls or reasoning."""
+
+    body: ChatCompletionRequest
+    generation: RemoteGeneration
+    writer: MessageWriter | None
+
+    def write(self, index: int) -> dict[str, Any]:
+        """Return the complete response choice."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.generation.text, "refusal": None}
+        reason = openai.finish_reason(self.generation.completion.finish_reason)
+        if self.writer is not None:
+            message = self.writer.write_message(self.generation.text)
+            reason = self.writer.finish_reason(reason)
+        logprobs = write_logprobs(self.body, self.generation, self.generation.events)
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+    def write_deltas(self, index: int, token_events: list[TokenEvent], is_first: bool) -> list[dict[str, Any]]:
+        """Return stream choices: first the role, then new content, and the finish reason at the end."""
+        deltas = [_make_choice(index, {"role": "assistant", "content": "", "refusal": None})] if is_first else []
+        text = "".join([token_event.text for token_event in token_events])
+        logprobs = write_logprobs(self.body, self.generation, token_events)
+        reason = openai.finish_reason(token_events[-1].finish_reason)
+        new_deltas = [{"content": text}] if text else []
+        if self.writer is not None:
+            new_deltas = self.writer.write_deltas(text, is_last=reason is not None)
+            reason = self.writer.finish_reason(reason)
+        if logprobs is not None and not new_deltas:
+            new_deltas = [{"content": ""}]
+        for new_delta in new_deltas:
+            deltas.append(_make_choice(index, new_delta, logprobs))
+            logprobs = None  # only the first delta contains log probabilities
+        if reason is not None:
+            deltas.append(_make_choice(index, {}, None, reason))
+        return deltas
 
 
-def _write_deltas(
-    body: ChatCompletionRequest,
-    generations: list[RemoteGeneration],
-    writers: list[MessageWriter],
-    index: int,
-    token_events: list[TokenEvent],
-    is_first: bool,
-) -> list[dict[str, Any]]:
-    """Return stream choices: first the role, then new content, and the finish reason at the end."""
-    deltas = [_make_choice(index, {"role": "assistant", "content": "", "refusal": None})] if is_first else []
-    text = "".join([token_event.text for token_event in token_events])
-    logprobs = write_logprobs(body, generations[index], token_events)
-    reason = openai.finish_reason(token_events[-1].finish_reason)
-    new_deltas = [{"content": text}] if text else []
-    if writers:
-        new_deltas = writers[index].write_deltas(text, is_last=reason is not None)
-        reason = writers[index].finish_reason(reason)
-    if logprobs is not None and not new_deltas:
-        new_deltas = [{"content": ""}]
-    for new_delta in new_deltas:
-        deltas.append(_make_choice(index, new_delta, logprobs))
-        logprobs = None  # only the first delta contains log probabilities
-    if reason is not None:
-        deltas.append(_make_choice(index, {}, None, reason))
-    return deltas
+def _write(context: RequestContext, choices: list[_ChatCompletion], envelope: dict[str, Any]) -> Response:
+    written, usage = [choice.write(index) for index, choice in enumerate(choices)], openai.count_usage(context)
+    headers = context.response_headers(usage["completion_tokens"])
+    return json_response(envelope | {"choices": written, "usage": usage}, 200, headers)
 
 
 def _make_choice(

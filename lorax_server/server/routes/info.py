@@ -61,7 +61,7 @@ def make_router(service: Service) -> APIRouter:
     @router.get("/info", operation_id="get_info", response_model=Info, responses=ERRORS, tags=["LoRAX"])
     async def info() -> Response:
         """Return the served model and the server's limits."""
-        return json_response(_info(service))
+        return json_response(_info(service).model_dump())
 
     @router.get("/v1/models/", include_in_schema=False)
     @router.get("/v1/models", operation_id="list_models", response_model=ModelList, **openai)
@@ -181,29 +181,23 @@ def encode_pieces(pieces: Sequence[TokenSpan]) -> Response:
     return Response(b"[" + b",".join(written) + b"]", media_type=JSON)
 
 
-def _info(service: Service) -> dict[str, Any]:
+def _info(service: Service) -> Info:
     config, engine = service.config, service.engine.info
-    return {
-        "model_id": config.model_id,
-        "model_sha": config.model_revision,
-        "model_dtype": engine.dtype,
-        "model_device_type": engine.device,
-        "model_pipeline_tag": None,
-        "max_concurrent_requests": config.max_concurrent_requests,
-        "max_best_of": config.max_best_of,
-        "max_stop_sequences": config.max_stop_sequences,
-        "max_input_length": service.max_input_length,
-        "max_total_tokens": service.max_total_tokens,
-        "waiting_served_ratio": 0.0,  # LoRAX scheduler settings without a counterpart here are 0
-        "max_batch_total_tokens": engine.num_blocks * engine.block_size,
-        "max_waiting_tokens": 0,
-        "validation_workers": 0,
-        "eager_prefill": True,
-        "version": __version__,
-        "sha": None,
-        "docker_label": None,
-        "request_logger_url": None,
-    }
+    return Info(
+        model_id=config.model_id,
+        model_sha=config.model_revision,
+        model_dtype=engine.dtype,
+        weight_format=engine.weight_format or None,
+        weight_bytes=engine.weight_bytes or None,
+        model_device_type=engine.device,
+        max_concurrent_requests=config.max_concurrent_requests,
+        max_best_of=config.max_best_of,
+        max_stop_sequences=config.max_stop_sequences,
+        max_input_length=service.max_input_length,
+        max_total_tokens=service.max_total_tokens,
+        max_batch_total_tokens=engine.num_blocks * engine.block_size,
+        version=__version__,
+    )
 
 
 def _models(service: Service, key: Key, allowed: list[tuple[str, AdapterKey]]) -> list[dict[str, Any]]:
@@ -215,7 +209,14 @@ def _models(service: Service, key: Key, allowed: list[tuple[str, AdapterKey]]) -
         "owned_by": "lorax",
         "max_model_len": service.max_total_tokens,
     }
-    bases = dict.fromkeys((names.primary_name, *config.served_names)) if key.base_model else ()
-    models = [{"id": name, **common, "root": config.model_id, "parent": None} for name in bases]
+    bases = names.listed_base_names if key.base_model else ()
+    engine = service.engine.info
+    base: dict[str, Any] = {
+        "root": config.model_id,
+        "parent": None,
+        "weight_format": engine.weight_format or None,
+        "weight_bytes": engine.weight_bytes or None,
+    }
+    models = [{"id": name, **common, **base} for name in bases]
     adapters = ({"id": alias, **common, "root": name.name, "parent": names.primary_name} for alias, name in allowed)
     return [*models, *adapters]

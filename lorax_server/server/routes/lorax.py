@@ -3,7 +3,6 @@
 import asyncio
 import secrets
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -17,7 +16,7 @@ from lorax_server.server.checks import check, check_stop_strings, collect_sampli
 from lorax_server.server.generations import RemoteGeneration, finish_all
 from lorax_server.server.http.error_responses import json_response
 from lorax_server.server.http.sse import encode_events
-from lorax_server.server.request_context import RequestContext, RequestOptions
+from lorax_server.server.request_context import RequestContext, RequestOptions, constrain
 from lorax_server.server.schemas.lorax import (
     CompatGenerateRequest,
     ErrorResponse,
@@ -68,7 +67,7 @@ async def _prepare(context: RequestContext, body: GenerateRequest, is_stream: bo
     reject_misplaced(body.model_extra, GenerateParameters.model_fields)
     options = to_options(service, body.inputs, parameters, is_stream)
     await context.admit(len(options.seeds), is_stream)
-    options = replace(options, structure=await read_structure(parameters))
+    options = constrain(service, options, await read_structure(parameters))
     return await context.prepare(await context.resolve(choice), body.inputs, options)
 
 
@@ -257,10 +256,10 @@ def _merge(merged: MergedAdapters, weights: list[float], seed: int | None) -> Me
 
 
 def _check_parameters(parameters: GenerateParameters, config: ServerConfig) -> None:
-    best_of, most = parameters.best_of, config.max_best_of
-    if best_of is not None and not 0 <= best_of <= most:
-        check(most > 1, "`best_of` != 1 is not allowed for this endpoint")
-        check(False, f"`best_of` must be > 0 and <= {most}. Given: {best_of}")
+    best_of, limit = parameters.best_of, config.max_best_of
+    if best_of is not None and not 0 <= best_of <= limit:
+        check(limit > 1, "`best_of` != 1 is not allowed for this endpoint")
+        check(False, f"`best_of` must be > 0 and <= {limit}. Given: {best_of}")
     has_candidates = (best_of or 1) > 1
     check(
         not has_candidates or _uses_sampling(parameters, any_temperature=True),
@@ -272,7 +271,7 @@ def _check_parameters(parameters: GenerateParameters, config: ServerConfig) -> N
 
 
 def _check_ranges(parameters: GenerateParameters, config: ServerConfig) -> None:
-    alternatives, most = parameters.return_k_alternatives, config.max_logprobs
+    alternatives, max_alternatives = parameters.return_k_alternatives, config.max_logprobs
     rules: tuple[tuple[float | None, Callable[[float], bool], str], ...] = (
         (parameters.temperature, lambda value: value >= 0, "`temperature` must be non-negative"),
         (parameters.repetition_penalty, lambda value: value > 0, "`repetition_penalty` must be strictly positive"),
@@ -284,8 +283,8 @@ def _check_ranges(parameters: GenerateParameters, config: ServerConfig) -> None:
         (alternatives, lambda value: value >= 1, "`return_k_alternatives` must be strictly positive"),
         (
             alternatives,
-            lambda value: value <= most,
-            f"`return_k_alternatives` must be <= {most}. Given: {alternatives}",
+            lambda value: value <= max_alternatives,
+            f"`return_k_alternatives` must be <= {max_alternatives}. Given: {alternatives}",
         ),
         (parameters.max_new_tokens, lambda value: value >= 1, "`max_new_tokens` must be strictly positive"),
     )

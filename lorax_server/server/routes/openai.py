@@ -4,9 +4,10 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from lorax_server import __version__
 from lorax_server.errors import AdapterNotFoundError, LoraxError
@@ -32,41 +33,38 @@ from lorax_server.structured_output import request_formats
 from lorax_server.types import MAX_SEED, FinishReason, SamplingParams, StopParams, Structure
 
 TAG = "OpenAI Compatible"
-STATUSES = (400, 401, 403, 404, 408, 413, 415, 422, 424, 429, 500, 503, 504)
+STATUSES = (400, 401, 403, 404, 408, 413, 415, 422, 429, 500, 503, 504)
 ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": OpenAIErrorResponse} for status in STATUSES}
 FINGERPRINT = f"lorax-{__version__}"
 
 # --- Adapters ---------------------------------------------------------------------------------------------------------
 
 
-def choose_model(context: RequestContext, body: CommonRequest) -> ModelSelection | LoraxError:
-    """Return the model that a request names, or the error that `resolve` raises after the request is admitted.
+def record_model(context: RequestContext, body: CommonRequest) -> None:
+    """Record the requested adapter, so that metrics also count rejected requests for it.
 
-    The name is recorded here, so that metrics also count rejected requests for the adapter.
+    Errors are raised later by `resolve`, after the request is admitted.
     """
+    with suppress(LoraxError):
+        context.record_model(_select_model(body, context.service.model_names))
+
+
+async def resolve(context: RequestContext, body: CommonRequest) -> ResolvedModel:
+    """Return the requested model. Call this after the request is admitted."""
+    names = context.service.model_names
     try:
-        choice = _select_model(body, context.service.model_names)
-    except LoraxError as error:
-        return error
-    context.record_model(choice)
-    return choice
-
-
-async def resolve(context: RequestContext, body: CommonRequest, choice: ModelSelection | LoraxError) -> ResolvedModel:
-    if isinstance(choice, ModelSelection):
-        return await context.resolve(choice)
-    if isinstance(choice, AdapterNotFoundError):
-        names = context.service.model_names
-        named = AdapterKey(names.default_source, body.adapter_id or names.strip_base_name(body.model))
+        selection = _select_model(body, names)
+    except AdapterNotFoundError as error:
+        named = AdapterKey(names.default_source, body.adapter_id or names.strip_base_name(body.model or ""))
         # Check permission first, so that callers cannot probe which adapters exist.
         await context.lookup.check_may_use(named, named.source == HUB, None)
-        raise await context.lookup.add_suggestions(choice, named.name, None) from None
-    raise choice
+        raise await context.lookup.add_suggestions(error, named.name, None) from None
+    return await context.resolve(selection)
 
 
 def _select_model(body: CommonRequest, names: ModelNames) -> ModelSelection:
     """Return the model selected by `model`, or by `adapter_id` or `merged_adapters` if `model` names no adapter."""
-    model, token = names.strip_base_name(body.model), body.api_token or None
+    model, token = names.strip_base_name(body.model or ""), body.api_token or None
     if body.merged_adapters is not None:
         check(not model, "`model` and `merged_adapters` name different adapters; use only one of them")
         check(not body.adapter_id, "at most one of `adapter_id` or `merged_adapters` may be provided")
@@ -75,7 +73,7 @@ def _select_model(body: CommonRequest, names: ModelNames) -> ModelSelection:
     if body.adapter_id and body.adapter_id != model:
         check(not model, "`model` and `adapter_id` name different adapters; use only one of them")
         return names.select_adapter_id(body.adapter_id, body.adapter_source, token)
-    return names.select_model(body.model, body.adapter_source, token)
+    return names.select_model(body.model or "", body.adapter_source, token)
 
 
 # --- Parameters -------------------------------------------------------------------------------------------------------
@@ -88,9 +86,8 @@ def check_stop_conditions(service: Service, body: CommonRequest) -> None:
 
 
 def check_num_choices(service: Service, count: int) -> None:
-    most = service.config.max_choices
-    check(count >= 1, "`n` must be at least 1")
-    check(count <= most, f"`n`: a request may have at most {most} completions in total (got {count})")
+    limit = service.config.max_choices
+    check(count <= limit, f"`n`: a request may have at most {limit} completions in total (got {count})")
 
 
 def to_options(
@@ -138,7 +135,6 @@ def _sampling(service: Service, body: CommonRequest, num_alternatives: int) -> S
         num_alternatives <= max_logprobs,
         f"`return_k_alternatives` must be <= {max_logprobs}. Given: {num_alternatives}",
     )
-    check(fields["top_k"] >= -1, "`top_k` must be >= 1, or 0 or -1 to disable it")
     fields["top_k"] = max(0, fields["top_k"])
     return SamplingParams(
         **fields,
@@ -185,12 +181,15 @@ def finish_reason(reason: FinishReason | None) -> str | None:
     return "length" if reason is FinishReason.LENGTH else "stop"
 
 
-WriteChoices = Callable[[int, list[TokenEvent], bool], list[dict[str, Any]]]
-"""Builds choices from a generation's index, its new token events, and whether they are the first."""
+class StreamedChoice(Protocol):
+    """A completion in a stream."""
+
+    def write_deltas(self, index: int, token_events: list[TokenEvent], is_first: bool) -> list[dict[str, Any]]:
+        """Return the choices for new token events, one per chunk. `index` is the index of the choice."""
 
 
 async def stream_choices(
-    context: RequestContext, body: CommonRequest, envelope: dict[str, Any], write: WriteChoices
+    context: RequestContext, body: CommonRequest, envelope: dict[str, Any], choices: Sequence[StreamedChoice]
 ) -> EventStream:
     """Return a stream with the chunks of all generations as they arrive."""
     num_running, extra = len(context.generations), dict(context.first_event_fields)
@@ -198,9 +197,8 @@ async def stream_choices(
 
     def write_choices(index: int, token_events: list[TokenEvent], is_first: bool) -> bytes:
         nonlocal num_running
-        chunks: list[dict[str, Any]] = [
-            {**envelope, "choices": [choice], **null_usage} for choice in write(index, token_events, is_first)
-        ]
+        deltas = choices[index].write_deltas(index, token_events, is_first)
+        chunks: list[dict[str, Any]] = [{**envelope, "choices": [delta], **null_usage} for delta in deltas]
         num_running -= token_events[-1].finish_reason is not None
         if body.usage_in_last_chunk and not num_running:
             chunks[-1]["usage"] = count_usage(context)

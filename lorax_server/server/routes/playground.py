@@ -10,10 +10,8 @@ from lorax_server.server.schemas.examples import read_examples
 from lorax_server.server.service import Service
 
 UI_FOLDER = Path(__file__).parents[2] / "ui"
-CONTENT_TYPES = {
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}  # explicit, because `mimetypes` differs between machines
+# Explicit, because `mimetypes` differs between machines.
+CONTENT_TYPES = {".js": "text/javascript; charset=utf-8", ".svg": "image/svg+xml"}
 CONTENT_SECURITY_POLICY = (
     "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'"
 )

@@ -33,7 +33,10 @@ TIERS |= {AdapterStage.DISK.value: "disk", AdapterStage.PREPARING.value: "disk"}
 
 
 def make_control_app(service: Service) -> Starlette:
-    """Create the application for the replica's actor. It needs no API key and also works while the server drains."""
+    """Create the control app that the replica's Ray actor calls.
+
+    Its routes need no API key and stay available while the server drains.
+    """
     replicator = ChangeReplicator(service)
 
     async def state(_: Request) -> Response:

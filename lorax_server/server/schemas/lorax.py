@@ -213,25 +213,29 @@ class DetokenizeResponse(Schema):
 
 
 class Info(Schema):
+    model_config = ConfigDict(json_schema_serialization_defaults_required=True)
+
     model_id: str
     model_sha: str | None
     model_dtype: str
+    weight_format: str | None = None
+    weight_bytes: int | None = None
     model_device_type: str
-    model_pipeline_tag: str | None
+    model_pipeline_tag: str | None = None
     max_concurrent_requests: int
     max_best_of: int
     max_stop_sequences: int
     max_input_length: int
     max_total_tokens: int
-    waiting_served_ratio: float
+    waiting_served_ratio: float = 0.0  # LoRAX scheduler settings without a counterpart here are 0
     max_batch_total_tokens: int
-    max_waiting_tokens: int
-    validation_workers: int
-    eager_prefill: bool
+    max_waiting_tokens: int = 0
+    validation_workers: int = 0
+    eager_prefill: bool = True
     version: str
-    sha: str | None
-    docker_label: str | None
-    request_logger_url: str | None
+    sha: str | None = None
+    docker_label: str | None = None
+    request_logger_url: str | None = None
 
 
 class ErrorResponse(Schema):

@@ -96,7 +96,10 @@ class StreamOptions(Schema):
 class CommonRequest(CommonOptions):
     """Fields shared by all OpenAI routes."""
 
-    model: str = Field(description="The base model, or an adapter: `name`, `base:name` or `name@revision`")
+    model: str | None = Field(
+        default=None,
+        description="An adapter: `name`, `base:name` or `name@revision`; null, empty or its name: the base model",
+    )
     max_tokens: AtLeastOne | None = None
     temperature: Annotated[float, Field(json_schema_extra={"minimum": 0, "maximum": 2})] | None = None
     n: Count | None = None
@@ -177,11 +180,6 @@ class Message(Schema):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-
-    @property
-    def has_only_text(self) -> bool:
-        others = (self.name, self.tool_calls, self.tool_call_id, self.reasoning_content, self.reasoning)
-        return all(value is None for value in others)
 
 
 class ChatCompletionRequest(CommonRequest):
@@ -321,6 +319,8 @@ class Model(Schema):
     root: str | None = None
     parent: str | None = None
     max_model_len: int | None = None
+    weight_format: str | None = None
+    weight_bytes: int | None = None
 
 
 class ModelList(Schema):

@@ -1,7 +1,7 @@
 """Audit log of rejected requests, rejected keys and admin actions.
 
 Metrics count all of these events. Log lines caused by callers without a valid key are rate-limited; the field
-`left_out` in the next line gives the number of suppressed lines.
+`num_suppressed` in the next line gives the number of suppressed lines.
 """
 
 import logging
@@ -43,7 +43,7 @@ class LogRateLimiter:
     def acquire(self) -> dict[str, int] | None:
         """Return extra fields for the next log line, or None if the line must be suppressed.
 
-        The field `left_out` is the number of suppressed lines before it, if any.
+        The field `num_suppressed` is the number of suppressed lines before it, if any.
         """
         now = self._clock()
         if now - self._window_start >= MINUTE_S:
@@ -52,8 +52,8 @@ class LogRateLimiter:
         if self._count > self._max_lines:
             self._num_suppressed += 1
             return None
-        left_out, self._num_suppressed = self._num_suppressed, 0
-        return {"left_out": left_out} if left_out else {}
+        num_suppressed, self._num_suppressed = self._num_suppressed, 0
+        return {"num_suppressed": num_suppressed} if num_suppressed else {}
 
 
 class AuditLog:
@@ -69,25 +69,25 @@ class AuditLog:
         """Count and log a request that is rejected outside of `RequestContext.run`."""
         record.status, record.error_type, record.error = status, error_type, message
         self._metrics.record_rejection(record)
-        left_out = {} if record.key else self._requests.acquire()
-        if left_out is not None:
-            log_request(record, {"address": record.address} | left_out)
+        suppressed = {} if record.key else self._requests.acquire()
+        if suppressed is not None:
+            log_request(record, {"address": record.address} | suppressed)
 
     def log_rejected_connection(self, address: str, status: int, message: str) -> None:
-        left_out = self._connections.acquire()
-        if left_out is not None:
+        suppressed = self._connections.acquire()
+        if suppressed is not None:
             fields = {"address": address, "status": status, "error": message}
-            logger.warning("connection rejected", extra={EXTRA_KEY: fields | left_out})
+            logger.warning("connection rejected", extra={EXTRA_KEY: fields | suppressed})
 
     def log_finished(self, record: RequestRecord, action: AdminAction | None) -> None:
         """Log a finished request if it was an admin action or its key was rejected."""
         if action is None and record.status != HTTPStatus.UNAUTHORIZED:
             return
-        left_out = {} if action is not None and action.key else self._keys.acquire()
-        if left_out is None:
+        suppressed = {} if action is not None and action.key else self._keys.acquire()
+        if suppressed is None:
             return
         fields: dict[str, Any] = {
-            "action": "use a key" if action is None else action.action,
+            "action": "authenticate" if action is None else action.action,
             "status": record.status or None,
             "key": record.key if action is None else action.key,
             "address": record.address,
@@ -97,4 +97,4 @@ class AuditLog:
         if action is not None:
             fields["adapter"] = truncate(action.adapter_id)
         level = logging.INFO if 0 < record.status < HTTPStatus.BAD_REQUEST else logging.WARNING
-        logger.log(level, "audit", extra={EXTRA_KEY: fields | left_out})
+        logger.log(level, "audit", extra={EXTRA_KEY: fields | suppressed})

@@ -93,9 +93,8 @@ class JsonFormatter(logging.Formatter):
         fields = getattr(record, EXTRA_KEY, {})
         if fields:
             line["fields"] = {str(name): _to_json_value(value) for name, value in fields.items()}
-        return json.dumps(
-            line | _format_exception(self, record)
-        )  # non-ASCII is escaped, so values cannot contain line breaks
+        # Non-ASCII is escaped, so values cannot contain line breaks.
+        return json.dumps(line | _format_exception(self, record))
 
 
 def _format_time(record: logging.LogRecord) -> str:

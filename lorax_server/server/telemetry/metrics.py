@@ -9,17 +9,17 @@ from collections.abc import Hashable, Iterable
 from functools import partial
 from hashlib import sha256
 from math import isfinite
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from lorax_server.server.telemetry.request_record import RequestRecord
 from lorax_server.types import EngineStatus
 
-MetricT = TypeVar("MetricT", Counter, Gauge)
 DURATION_BUCKETS_S = tuple(float(f"{0.0001 * 1.5**power:.6g}") for power in range(1, 36))
 NUM_TOKEN_BUCKETS = 100
 MAX_LABEL_CHARACTERS = 64
@@ -48,7 +48,7 @@ FAILURE_BY_ERROR_TYPE = {
     "tool_error": "validation",
     "validation": "validation",
 }
-ADAPTER_ERROR_STATUSES = (403, 404, 424)  # the adapter caused the failure if `error_type` is "generation"
+ADAPTER_ERROR_STATUSES = (400, 403, 404, 424)  # the adapter caused the failure if `error_type` is "generation"
 
 
 class Registry(CollectorRegistry):
@@ -65,7 +65,7 @@ class Registry(CollectorRegistry):
 class Metrics:
     """All metrics in `/metrics`. Not thread-safe: use it from one event loop.
 
-    Durations and token counts are recorded for successful requests only. Failures are counted by kind.
+    Durations and token counts are recorded for successful requests only. Failures are counted by error type.
     """
 
     content_type = CONTENT_TYPE_PLAIN_0_0_4
@@ -98,9 +98,9 @@ class Metrics:
             ),
             "max_new_tokens": tokens("lorax_request_max_new_tokens", "max_new_tokens per request", buckets=outputs),
         }
-        self._connections = Gauge("lorax_connections", "Open connections", registry=registry)
-        self._rejected_connections = counter(
-            "lorax_connections_refused_total", "Rejected connections by reason", ("reason",)
+        self.connections = Gauge("lorax_connections", "Open connections", registry=registry)
+        self.rejected_connections = counter(
+            "lorax_connections_rejected_total", "Rejected connections by reason", ("reason",)
         )
         self._adapters = _AdapterMetrics(registry, max_labels)
         self.engine = EngineMetrics(registry)
@@ -119,13 +119,6 @@ class Metrics:
         """Record a request that was rejected before its adapter was known."""
         self.count_request()
         self._record_outcome(record, classify_failure(record))
-
-    def set_connections(self, count: int) -> None:
-        self._connections.set(count)
-
-    def count_rejected_connection(self, reason: str) -> None:
-        """Count a rejected connection."""
-        self._rejected_connections.labels(reason).inc()
 
     def render_prometheus(self) -> bytes:
         return LORAX_COUNTER_HEADER.sub(r"\1 ", generate_latest(self.registry).decode()).encode()
@@ -185,7 +178,7 @@ class _AdapterMetrics:
     def record_finished(self, record: RequestRecord, failure: str | None) -> None:
         adapter = self._adapter_label(record, failure)
         key = self._label(record.key, self._keys) if record.key else ANONYMOUS_LABEL
-        key_adapter = adapter if self._may_use_label((key, adapter), self._pairs) else OTHER_LABEL
+        key_adapter = adapter if self._add_label((key, adapter), self._pairs) else OTHER_LABEL
         self._requests.labels(adapter).inc()
         self._key_requests.labels(key, key_adapter).inc()
         if failure is not None:
@@ -208,10 +201,10 @@ class _AdapterMetrics:
 
     def _label(self, name: str, labels: set[str]) -> str:
         label = sanitize_label(name)
-        return label if self._may_use_label(label, labels) else OTHER_LABEL
+        return label if self._add_label(label, labels) else OTHER_LABEL
 
-    def _may_use_label(self, label: Hashable, labels: set[Any]) -> bool:
-        """Return True if the label exists or can be added within the label limit."""
+    def _add_label(self, label: Hashable, labels: set[Any]) -> bool:
+        """Add a label. Return False if the label is new and the label limit is reached."""
         if label not in labels and len(labels) >= self._max_labels:
             return False
         labels.add(label)
@@ -286,10 +279,12 @@ ENGINE_COUNTERS = (
     StatusMetric("lorax_prompt_chunks_total", "Prefill chunks of prompts that did not fit into one step", "chunks"),
     StatusMetric("lorax_preemptions_total", "Sequences preempted because KV blocks ran out", "preemptions"),
     StatusMetric(
-        "lorax_rows_taken_back_total", "Preemptions for tenants below their share of slots", "fairness_preemptions"
+        "lorax_fairness_preemptions_total", "Preemptions for tenants below their share of slots", "fairness_preemptions"
     ),
     StatusMetric("lorax_cache_evictions_total", "KV blocks evicted from the prefix cache", "cache_evictions"),
-    StatusMetric("lorax_engine_refused_total", "Requests rejected by the engine because of overload", "rejected"),
+    StatusMetric(
+        "lorax_engine_rejected_requests_total", "Requests rejected by the engine because of overload", "rejected"
+    ),
     StatusMetric("lorax_adapters_prepared_total", "Adapters prepared in host memory", "adapters_prepared"),
     StatusMetric("lorax_adapters_loaded_total", "Adapters loaded to the device", "adapters_loaded"),
     StatusMetric("lorax_adapters_failed_total", "Adapters that could not be prepared", "adapters_failed"),
@@ -323,47 +318,31 @@ ENGINE_GAUGES = (
 )
 
 
-class EngineMetrics:
-    """Exports the engine status as metrics. Counters keep increasing when an engine restart resets the status."""
+class EngineMetrics(Collector):
+    """Exports the engine status. An engine restart resets the counters, which Prometheus's functions expect."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._healthy = Gauge("lorax_engine_healthy", "1 if the engine responds, otherwise 0", registry=registry)
-        self._restarts = Counter("lorax_engine_restarts_total", "Engine restarts", registry=registry)
-        self._gauges = _make_metrics(Gauge, ENGINE_GAUGES, registry)
-        self._counters = _make_metrics(Counter, ENGINE_COUNTERS, registry)
-        self._last = {field: 0.0 for field, _ in self._counters}  # last status values since the engine restart
-        self._last_restarts = 0  # number of restarts at the last status
+        self._is_healthy = False
         self._num_restarts = 0
+        self._status: EngineStatus | None = None
+        self._last_status: EngineStatus | None = None  # counters keep their values if the engine does not respond
+        registry.register(self)
 
     def update(self, status: EngineStatus | None, is_healthy: bool, num_restarts: int) -> None:
         """Update all metrics from the engine status, which is None if the engine does not respond."""
-        self._healthy.set(is_healthy)
-        self._restarts.inc(max(0, num_restarts - self._num_restarts))
-        self._num_restarts = max(num_restarts, self._num_restarts)
-        for field, gauge in self._gauges:
-            gauge.set(0 if status is None else getattr(status, field))
-        if status is not None:
-            self._count(status, num_restarts)
+        self._is_healthy, self._num_restarts = is_healthy, num_restarts
+        self._status, self._last_status = status, status or self._last_status
 
-    def _count(self, status: EngineStatus, num_restarts: int) -> None:
-        now = {field: getattr(status, field) for field in self._last}
-        if num_restarts != self._last_restarts or any(now[field] < self._last[field] for field in now):
-            self._last = dict.fromkeys(now, 0.0)
-            self._last_restarts = num_restarts
-        for field, counter in self._counters:
-            counter.inc(now[field] - self._last[field])
-        self._last = now
-
-
-def _make_metrics(
-    kind: type[MetricT], specs: tuple[StatusMetric, ...], registry: CollectorRegistry
-) -> list[tuple[str, MetricT]]:
-    """Create metrics of one kind. Return pairs of status field and metric."""
-    series = []
-    for spec in specs:
-        metric = kind(spec.name, spec.help, (spec.label,) if spec.label else (), registry=registry)
-        if isinstance(spec.fields, str):
-            series.append((spec.fields, metric))
-        else:
-            series += [(field, metric.labels(value)) for value, field in spec.fields.items()]
-    return series
+    def collect(self) -> Iterable[Metric]:
+        yield GaugeMetricFamily("lorax_engine_healthy", "1 if the engine responds, otherwise 0", self._is_healthy)
+        yield CounterMetricFamily("lorax_engine_restarts_total", "Engine restarts", self._num_restarts)
+        for kind, metrics, status in (
+            (GaugeMetricFamily, ENGINE_GAUGES, self._status),
+            (CounterMetricFamily, ENGINE_COUNTERS, self._last_status),
+        ):
+            for metric in metrics:
+                family = kind(metric.name, metric.help, labels=(metric.label,) if metric.label else ())
+                fields = {"": metric.fields} if isinstance(metric.fields, str) else metric.fields
+                for label, field in fields.items():
+                    family.add_metric([label], 0 if status is None else getattr(status, field))
+                yield family

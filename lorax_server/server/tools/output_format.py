@@ -3,12 +3,14 @@
 import json
 import secrets
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lorax_server.config import ServerConfig
 from lorax_server.errors import InputError, NotSupportedError
 from lorax_server.server.tools.tool_definitions import ToolDefinitions
+from lorax_server.server.tools.tool_prompt import add_tool_prompt
 from lorax_server.structured_output.grammars import prepare_schema
 from lorax_server.text.tokenizer import TextTokenizer
 from lorax_server.text.tools.formats import FORMATS, detect_format, renders_tools
@@ -25,6 +27,7 @@ from lorax_server.text.tools.parser import ParsedEvent, ReasoningDelta, TextDelt
 from lorax_server.text.tools.reasoning_parser import THINK_END, THINK_START, CompletionPart, ReasoningParser
 from lorax_server.types import Structure
 
+PLAIN_FORMAT = "json"  # for models that were not trained on a format
 ID_CHARACTERS = string.ascii_letters + string.digits
 
 
@@ -36,12 +39,19 @@ class OutputFormat:
     tools: ToolDefinitions | None
     separate_reasoning: bool  # return reasoning separately from the content
     has_reasoning: bool  # the model may write `<think>` blocks
+    describes_tools: bool = False  # the template does not render tools, so they are written into the system message
 
     @property
     def markers(self) -> tuple[str, ...]:
         """Tool call and reasoning markers. The detokenizer must keep them even if they are special tokens."""
         markers = self.tool_format.markers if self.tool_format is not None else ()
         return (*markers, THINK_START, THINK_END)
+
+    def describe_tools(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return the messages with the tools in the system message, and with tool calls and results as text."""
+        assert self.tool_format is not None
+        assert self.tools is not None
+        return add_tool_prompt(messages, self.tools.rendered, self.tool_format)
 
     def build_grammar(self, tokenizer: TextTokenizer, prompt: str, text_grammar: Structure | None) -> Structure | None:
         """Return the grammar for completions of `prompt`. `text_grammar` constrains completions without tool calls.
@@ -59,9 +69,8 @@ class OutputFormat:
                 "`response_format` is not supported together with `tools` for a model that writes tool calls as plain "
                 "JSON; leave one of them out, or set `tool_choice` to required"
             )
-        check_size(
-            sum(len(json.dumps(function.parameters)) for function in tools.functions)
-        )  # reject large schemas before they are analyzed
+        # Reject large schemas before they are analyzed.
+        check_size(sum(len(json.dumps(function.parameters)) for function in tools.functions))
         functions = [_prepare_function(function) for function in tools.functions]
         grammar_args = (
             tool_format,
@@ -117,24 +126,28 @@ def choose_output_format(
     """Return the output format, or None if completions are plain text."""
     if tools is None:
         return OutputFormat(None, None, True, True) if separate_reasoning else None
+    parser, is_rendered = find_adapter_setting(config.tool_parsers, adapter), renders_tools(template)
     return OutputFormat(
-        _find_tool_format(config, adapter, template),
+        _find_tool_format(parser, template, is_rendered, tools.is_required),
         tools,
         separate_reasoning,
         separate_reasoning or "<think>" in template,
+        describes_tools=config.describe_tools and parser is not None and not is_rendered,
     )
 
 
-def _find_tool_format(config: ServerConfig, adapter: str | None, template: str) -> ToolFormat:
-    """Return the tool format set with `--tool-parser`, or the format detected from the chat template."""
-    name = find_adapter_setting(config.tool_parsers, adapter)
+def _find_tool_format(name: str | None, template: str, is_rendered: bool, is_required: bool) -> ToolFormat:
+    """Return the tool format set with `--tool-parser`, or the format detected from the chat template.
+
+    If the template does not render tools, only required calls are supported, which a grammar enforces.
+    """
     if name is None:
-        if not renders_tools(template):
+        if not (is_rendered or is_required):
             raise NotSupportedError(
-                "`tools`: the model's chat template does not render tools; use an adapter whose template does, or "
-                "start the server with --tool-parser if the model was trained on its tools"
+                "`tools`: the model's chat template does not render tools; set `tool_choice` to required or to a "
+                "function, use an adapter whose template renders tools, or start the server with --tool-parser"
             )
-        name = detect_format(template)
+        name = detect_format(template) if is_rendered else PLAIN_FORMAT
         if not name:
             raise NotSupportedError(
                 "`tools`: the chat template uses an XML tool call format that is not supported (only Qwen3-Coder's is)"

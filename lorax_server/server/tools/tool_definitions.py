@@ -11,7 +11,6 @@ from lorax_server.errors import InputError, NotSupportedError
 from lorax_server.server.checks import check
 from lorax_server.text.tools.grammar import OPTIONS, FunctionSchema
 
-MAX_TOOLS = 128
 NAME_PATTERN = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
@@ -43,7 +42,6 @@ def parse_tool_definitions(
         return None
     check(bool(tools), "`tool_choice` requires `tools`")
     tools = tools or ()
-    check(len(tools) <= MAX_TOOLS, f"`tools` must have at most {MAX_TOOLS} functions (got {len(tools)})")
     functions = [_parse_function(index, tool) for index, tool in enumerate(tools)]
     names = Counter(function.name for function in functions)
     (name, count), *_ = names.most_common(1)

@@ -24,7 +24,7 @@ FORMATS: Mapping[str, Callable[[], ToolFormat]] = {
     "json": PlainJsonFormat,
 }
 # The first pattern that a template contains decides. An empty name stands for XML formats that are not supported.
-TEMPLATE_SIGNS: tuple[tuple[str, str], ...] = (
+TEMPLATE_MARKERS: tuple[tuple[str, str], ...] = (
     (r"\[TOOL_CALLS\]", "mistral"),
     (r"<parameter=", "qwen3_coder"),
     (r"<function=|<arg_key>|<invoke name=", ""),
@@ -42,4 +42,4 @@ def renders_tools(template: str) -> bool:
 
 def detect_format(template: str) -> str:
     """Return the name of the tool call format that a template uses, or an empty string if it is not supported."""
-    return next((name for sign, name in TEMPLATE_SIGNS if re.search(sign, template)), "json")
+    return next((name for marker, name in TEMPLATE_MARKERS if re.search(marker, template)), "json")

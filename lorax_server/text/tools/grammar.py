@@ -3,7 +3,7 @@
 import json
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -15,8 +15,7 @@ ANY_TEXT = r"(.|\n)*"
 OPTIONAL_WHITESPACE = r"[ \n]*"
 OBJECT_START = rf'(\[{OPTIONAL_WHITESPACE})?\{{{OPTIONAL_WHITESPACE}"(name|type)"'  # how a call in plain JSON starts
 OPTIONS = "x-guidance"  # llguidance's options keyword
-# A line break with indentation, or up to two spaces. Without a limit, a model can write whitespace without end.
-WHITESPACE = r"\r?\n[ \t]{0,32}|[ \t]{1,2}"
+WHITESPACE = " "  # optional between JSON tokens; models may pad arrays with any whitespace that the grammar allows
 
 MAX_GRAMMAR_CHARACTERS = 2**18
 KEYWORDS = frozenset({"type", "properties", "required", "additionalProperties", *DEFINITIONS, OPTIONS})
@@ -74,20 +73,34 @@ class CallRules(NamedTuple):
     markers: MarkerWriter
 
 
+class Call(NamedTuple):
+    """A call of a function."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+    def to_json(self, arguments_key: str) -> str:
+        return json.dumps({"name": self.name, arguments_key: self.arguments}, ensure_ascii=False)
+
+
 class ToolFormat(CallFormat):
     """A tool call format that grammars can enforce."""
 
     start_pattern: str = ""
-    """Regex for the start of a call without an opener, or empty if calls always have an opener."""
+    """Regex for the start of a call without an opening marker, or empty if calls always have an opening marker."""
     has_json_arguments: bool = True
     """The arguments are one JSON object, so the rules use `CallGrammar.rule`."""
 
     @abstractmethod
     def write_rules(self, rules: CallRules) -> Iterable[str]:
-        """Write the rule `calls`, which follows the first opener, and the rules that it uses.
+        """Write the rule `calls`, which follows the first opening marker, and the rules that it uses.
 
         Rules for JSON arguments are written by the caller.
         """
+
+    @abstractmethod
+    def write_calls(self, calls: Sequence[Call]) -> str:
+        """Return calls as the model writes them."""
 
     def prepare(self, functions: Sequence[FunctionSchema]) -> None:
         """Analyze schemas in advance, because parsers run on the event loop."""
@@ -96,13 +109,18 @@ class ToolFormat(CallFormat):
 class ReasoningTags(NamedTuple):
     """The tags around reasoning before calls."""
 
-    opener: str
-    closer: str
-    is_open: bool  # the prompt ends with the opener
+    opening_tag: str
+    closing_tag: str
+    is_open: bool  # the prompt ends with the opening tag
 
 
 def to_lark_string(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+def write_json_calls(calls: Sequence[Call], arguments_key: str) -> str:
+    """Return a JSON list of calls."""
+    return f"[{', '.join(call.to_json(arguments_key) for call in calls)}]"
 
 
 def write_call_objects(calls: Sequence[CallGrammar], arguments_key: str, rule: str = "object", before: str = "") -> str:
@@ -137,7 +155,7 @@ def write_required(
     The completion may start with reasoning.
     """
     before, rules = _write_reasoning(reasoning, markers, " BLANKS?")
-    calls = "calls" if tool_format.start_pattern else f"{markers.write(tool_format.openers[0])} calls"
+    calls = "calls" if tool_format.start_pattern else f"{markers.write(tool_format.opening_markers[0])} calls"
     if text:
         calls, rules = f"(text | {calls})", f"{rules}text: %lark {{\n{text}\n}}\n"
     return _write_grammar(f"start: {before}{calls}\n{rules}", tool_format, functions, is_parallel, markers)
@@ -152,15 +170,15 @@ def write_optional(
 ) -> str:
     """Return a grammar that allows free text and valid tool calls."""
     before, rules = _write_reasoning(reasoning, markers)
-    wrong = [f"{ANY_TEXT}{escape(opener)}{ANY_TEXT}" for opener in tool_format.openers]
+    wrong = [f"{ANY_TEXT}{escape(marker)}{ANY_TEXT}" for marker in tool_format.opening_markers]
     if tool_format.start_pattern:
         free, first = "BLANKS? (TEXT | calls)?", r"[^ \n]"
         wrong.append(f"{tool_format.start_pattern}{ANY_TEXT}")
     else:
-        opener, first = tool_format.openers[0], r"(.|\n)"
-        by_token = f" | TEXT? {markers.token(opener)} calls" if markers.has_token(opener) else ""
+        marker, first = tool_format.opening_markers[0], r"(.|\n)"
+        by_token = f" | TEXT? {markers.token(marker)} calls" if markers.has_token(marker) else ""
         free = f"(TEXT | trigger calls{by_token})?"
-        rules += f"trigger[lazy]: /{ANY_TEXT}{escape(opener)}/\n"
+        rules += f"trigger[lazy]: /{ANY_TEXT}{escape(marker)}/\n"
     text = " & ".join([f"/{first}{ANY_TEXT}/", *(f"~/{pattern}/" for pattern in wrong)])
     return _write_grammar(f"start: {before}{free}\nTEXT: {text}\n{rules}", tool_format, functions, is_parallel, markers)
 
@@ -195,12 +213,13 @@ def _write_reasoning(reasoning: ReasoningTags | None, markers: MarkerWriter, aft
     """Return a grammar expression for optional reasoning followed by `after`, and the rules for this expression."""
     if reasoning is None:
         return "", ""
-    closer, opener = escape(reasoning.closer), "" if reasoning.is_open else markers.write(reasoning.opener)
-    rest, rules = "reasons", f"reasons[lazy]: /{ANY_TEXT}{closer}/\n"
-    if markers.has_token(reasoning.closer):
-        rest = f"(reasons | REASONS? {markers.token(reasoning.closer)})"
-        rules += f"REASONS: /(.|\\n)+/ & ~/{ANY_TEXT}{closer}{ANY_TEXT}/\n"
-    return (f"{rest}{after} " if reasoning.is_open else f"({opener} {rest}{after})? "), rules
+    closing_tag = escape(reasoning.closing_tag)
+    opening_tag = "" if reasoning.is_open else markers.write(reasoning.opening_tag)
+    rest, rules = "reasons", f"reasons[lazy]: /{ANY_TEXT}{closing_tag}/\n"
+    if markers.has_token(reasoning.closing_tag):
+        rest = f"(reasons | REASONS? {markers.token(reasoning.closing_tag)})"
+        rules += f"REASONS: /(.|\\n)+/ & ~/{ANY_TEXT}{closing_tag}{ANY_TEXT}/\n"
+    return (f"{rest}{after} " if reasoning.is_open else f"({opening_tag} {rest}{after})? "), rules
 
 
 def escape(text: str) -> str:

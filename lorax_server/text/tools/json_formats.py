@@ -1,19 +1,23 @@
 """Tool call formats based on JSON objects."""
 
+from collections.abc import Sequence
+
 from lorax_server.text.tools.grammar import (
     OBJECT_START,
+    Call,
     CallRules,
     ToolFormat,
     to_lark_string,
     write_call_list,
     write_call_objects,
+    write_json_calls,
 )
 from lorax_server.text.tools.json_tool_calls import JsonToolCallParser, ObjectReader
 from lorax_server.text.tools.parser import MalformedCallError, ParsedEvent, ToolCallParser, ToolSet
 
 TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
-GRANITE_OPENER, GRANITE_CLOSER = "<|tool_call|>", "<|/tool_call|>"
-GRANITE_OTHER_OPENERS = ("<tool_call>", "<function_call>")
+GRANITE_START, GRANITE_END = "<|tool_call|>", "<|/tool_call|>"
+GRANITE_ALTERNATIVE_STARTS = ("<tool_call>", "<function_call>")
 PYTHON_TAG = "<|python_tag|>"
 TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 MAX_NAME_CHARACTERS = 512  # function name and call ID
@@ -22,36 +26,42 @@ MAX_NAME_CHARACTERS = 512  # function name and call ID
 class HermesFormat(ToolFormat):
     """Hermes and Qwen: each call is enclosed in `<tool_call>` and `</tool_call>`."""
 
-    openers = (TOOL_CALL,)
+    opening_markers = (TOOL_CALL,)
     markers = (TOOL_CALL, TOOL_CALL_END)
 
     def make_call_parser(self, tools: ToolSet) -> ToolCallParser:
         return JsonToolCallParser(tools, TOOL_CALL_END)
 
     def write_rules(self, rules: CallRules) -> list[str]:
-        opener, closer = map(rules.markers.write, (TOOL_CALL, TOOL_CALL_END))
-        more = rf' ("\n" {opener} tagged)*' if rules.is_parallel else ""
-        tagged = rf'"\n" object "\n" {closer}'
+        opening_marker, closing_marker = map(rules.markers.write, (TOOL_CALL, TOOL_CALL_END))
+        more = rf' ("\n" {opening_marker} tagged)*' if rules.is_parallel else ""
+        tagged = rf'"\n" object "\n" {closing_marker}'
         return [f"calls: tagged{more}\ntagged: {tagged}\n", write_call_objects(rules.calls, "arguments")]
+
+    def write_calls(self, calls: Sequence[Call]) -> str:
+        return "\n".join(f"{TOOL_CALL}\n{call.to_json('arguments')}\n{TOOL_CALL_END}" for call in calls)
 
 
 class GraniteFormat(ToolFormat):
     """Granite 3 and Phi-4: a list of calls after `<|tool_call|>`, or a single call in early Granite models."""
 
-    openers = (GRANITE_OPENER, *GRANITE_OTHER_OPENERS)
-    markers = (GRANITE_OPENER, GRANITE_CLOSER, *GRANITE_OTHER_OPENERS)
+    opening_markers = (GRANITE_START, *GRANITE_ALTERNATIVE_STARTS)
+    markers = (GRANITE_START, GRANITE_END, *GRANITE_ALTERNATIVE_STARTS)
 
     def make_call_parser(self, tools: ToolSet) -> ToolCallParser:
-        return JsonToolCallParser(tools, GRANITE_CLOSER)
+        return JsonToolCallParser(tools, GRANITE_END)
 
     def write_rules(self, rules: CallRules) -> list[str]:
         return ["calls: list\n", *write_call_list(rules, "arguments")]
+
+    def write_calls(self, calls: Sequence[Call]) -> str:
+        return GRANITE_START + write_json_calls(calls, "arguments")
 
 
 class LlamaJsonFormat(ToolFormat):
     """Llama 3.1 to 3.3: objects with `name` and `parameters`, separated by `;`."""
 
-    openers = (PYTHON_TAG,)
+    opening_markers = (PYTHON_TAG,)
     start_characters = "{"
     start_pattern = OBJECT_START
     markers = (PYTHON_TAG,)
@@ -63,6 +73,9 @@ class LlamaJsonFormat(ToolFormat):
         more = ' ("; " object)*' if rules.is_parallel else ""
         tag = f"{rules.markers.token(PYTHON_TAG)}? " if rules.markers.has_token(PYTHON_TAG) else ""
         return [f"calls: {tag}object{more}\n", write_call_objects(rules.calls, "parameters")]
+
+    def write_calls(self, calls: Sequence[Call]) -> str:
+        return "; ".join(call.to_json("parameters") for call in calls)
 
 
 class MistralToolCallParser(JsonToolCallParser):
@@ -97,7 +110,7 @@ class MistralToolCallParser(JsonToolCallParser):
 class MistralFormat(ToolFormat):
     """Mistral: `[TOOL_CALLS]` and a list of calls. Newer models write `[TOOL_CALLS]name[ARGS]{...}` for each call."""
 
-    openers = (TOOL_CALLS,)
+    opening_markers = (TOOL_CALLS,)
     markers = (TOOL_CALLS, CALL_ID, ARGS)
     has_short_ids = True
 
@@ -112,6 +125,9 @@ class MistralFormat(ToolFormat):
             return [f"calls: call{more}\n", f"call: {' | '.join(named)}\n"]
         return ['calls: " "? list\n', *write_call_list(rules, "arguments")]
 
+    def write_calls(self, calls: Sequence[Call]) -> str:
+        return TOOL_CALLS + write_json_calls(calls, "arguments")
+
 
 class PlainJsonFormat(ToolFormat):
     """All other models: an object with `name` and `arguments`, or a list of such objects."""
@@ -125,3 +141,6 @@ class PlainJsonFormat(ToolFormat):
     def write_rules(self, rules: CallRules) -> list[str]:
         choice = "object | list" if rules.is_parallel else "object"
         return [f"calls: {choice}\n", *write_call_list(rules, "arguments")]
+
+    def write_calls(self, calls: Sequence[Call]) -> str:
+        return write_json_calls(calls, "arguments") if len(calls) > 1 else calls[0].to_json("arguments")

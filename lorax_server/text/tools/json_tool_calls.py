@@ -15,7 +15,7 @@ from lorax_server.text.tools.parser import (
 )
 
 ARGUMENTS_KEYS = ("arguments", "parameters")  # Llama uses the second
-CALL_HEAD = re.compile(r'\{\s*(?:"type"\s*:\s*"\w*"\s*,\s*)?"name"\s*:\s*"([^"\\]*)"\s*,\s*"\w+"\s*:\s*')
+CALL_HEAD = re.compile(r'\{\s*(?:"type"\s*:\s*"\w*"\s*,\s*)?"name"\s*:\s*"([^"\\]*)"\s*,\s*"\w+"\s*:\s*(?=\{)')
 MAX_HEAD_CHARACTERS = 1000  # before the arguments; function names are short
 
 
@@ -47,56 +47,40 @@ class BracketScanner:
             else:
                 self.depth += 1 if character in "{[(" else -1
                 self.is_done = self.depth <= 0
-                self.on_bracket(character, at)
         return at
-
-    def on_bracket(self, bracket: str, end: int) -> None:
-        """Handle a bracket outside of strings. `end` is the position after the bracket."""
 
 
 class ObjectReader(BracketScanner):
     """Reads one JSON object and extracts the text of its arguments while it is streamed.
 
-    If `name` is set, the object itself contains the arguments.
+    If `name` is set, the object itself contains the arguments. Otherwise the arguments are its last value.
     """
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__('"', "{}[]")
         self.name = name  # None until the arguments start
         self.new_arguments = ""  # arguments in the last chunk
-        self._arguments_depth = 2 if name is None else 1
+        self._is_arguments = name is not None
         self._parts: list[str] = []
         self._length = 0
-        self._offset = 0  # position of the last chunk in the object
-        self._start: int | None = None  # start of the arguments
-        self._end: int | None = None
 
     def read(self, text: str, at: int) -> int:
         """Read from `at` to the end of the object. Return the position after the object."""
-        before, self._offset = self._length, self._length - at
-        end = self.scan(text, at)
+        start, end = at, self.scan(text, at)
         self._parts.append(text[at:end])
-        self._length = end + self._offset
-        self.new_arguments = ""
-        if self._start is not None:
-            if self.name is None and before <= self._start <= MAX_HEAD_CHARACTERS:
-                head = CALL_HEAD.fullmatch("".join(self._parts)[: self._start])
-                self.name = None if head is None else head[1]
-            if self.name is not None:
-                last = self._length if self._end is None else self._end
-                self.new_arguments = text[max(at, self._start - self._offset) : max(at, last - self._offset)]
+        if self.name is None and self._length <= MAX_HEAD_CHARACTERS:
+            head = CALL_HEAD.match("".join(self._parts))
+            if head is not None:
+                self.name, start = head[1], at + head.end() - self._length
+        self._length += end - at
+        stop = end - 1 if self.is_done and not self._is_arguments else end  # without the object's own bracket
+        self.new_arguments = "" if self.name is None else text[start:stop]
         return end
-
-    def on_bracket(self, bracket: str, end: int) -> None:
-        if bracket == "{" and self._start is None and self.depth == self._arguments_depth:
-            self._start = end - 1 + self._offset
-        elif self._start is not None and self._end is None and self.depth == self._arguments_depth - 1:
-            self._end = end + self._offset
 
     def to_call(self) -> "ParsedToolCall":
         """Return the call. The object must be complete."""
         value = parse_json("".join(self._parts))
-        if self._arguments_depth == 1:
+        if self._is_arguments:
             value = {"name": self.name, "arguments": value}
         name = value.get("name") if isinstance(value, dict) else None
         if not isinstance(name, str):
@@ -137,13 +121,13 @@ def dump_json(value: Any) -> str:
 
 
 class JsonToolCallParser(ToolCallParser):
-    """Parses `{...}`, `[{...}, {...}]`, or, with a `separator`, `{...}; {...}`, up to the `closer`.
+    """Parses `{...}`, `[{...}, {...}]`, or, with a `separator`, `{...}; {...}`, up to `closing_marker`.
 
-    Calls without the `closer` are accepted.
+    Calls without the closing marker are accepted.
     """
 
-    def __init__(self, tools: ToolSet, closer: str = "", separator: str = "") -> None:
-        super().__init__(closer)
+    def __init__(self, tools: ToolSet, closing_marker: str = "", separator: str = "") -> None:
+        super().__init__(closing_marker)
         self._tools = tools
         self._separator = separator
         self._reader: ObjectReader | None = None  # reader of the current object
@@ -155,7 +139,7 @@ class JsonToolCallParser(ToolCallParser):
         if self._reader is not None:
             return self._consume_object(self._reader, text, at, events)
         character = text[at]
-        if character.isspace() and not self.closer_prefix:
+        if character.isspace() and not self.closing_prefix:
             return 1
         is_next = self._has_separator or (bool(self._separator) and not self._is_list)
         if character == "{" and (is_next or not self._has_object):
@@ -166,7 +150,7 @@ class JsonToolCallParser(ToolCallParser):
         return self._consume_separator(character)
 
     def _consume_separator(self, character: str) -> int:
-        """Consume a character after an object: a separator, the end of the list, or part of the closer."""
+        """Consume a character after an object: a separator, the end of the list, or part of the closing marker."""
         if not self._has_object or self._has_separator:
             raise MalformedCallError
         if character == ("," if self._is_list else self._separator):
@@ -175,9 +159,9 @@ class JsonToolCallParser(ToolCallParser):
         if self._is_list:
             if character != "]":
                 raise MalformedCallError
-            self._is_list, self.is_finished = False, not self.closer
+            self._is_list, self.is_finished = False, not self.closing_marker
             return 1
-        return self.consume_closer(character)
+        return self.consume_closing_marker(character)
 
     def _consume_object(self, reader: ObjectReader, text: str, at: int, events: list[ParsedEvent]) -> int:
         self._reader, self._has_separator = reader, False
@@ -209,7 +193,7 @@ class JsonToolCallParser(ToolCallParser):
 
     def is_ignorable_tail(self, text: str) -> bool:
         left = text.strip().removeprefix("]").lstrip()
-        return self.closer.startswith(left) or left == self._separator
+        return self.closing_marker.startswith(left) or left == self._separator
 
 
 def append_call_events(call: ParsedToolCall, events: list[ParsedEvent]) -> None:

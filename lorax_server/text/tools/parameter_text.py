@@ -56,7 +56,7 @@ class JsonTypeFinder:
         """Return a reference's target, or the only alternative that allows text, or None if there is no such schema."""
         if not isinstance(value, list):
             return resolve(value, self._root)
-        texts = [part for part in value if "string" in self.find(part)]
+        texts = [subschema for subschema in value if "string" in self.find(subschema)]
         return texts[0] if len(texts) == 1 else None
 
     def _find(self, schema: Any, depth: int) -> frozenset[str]:
@@ -80,11 +80,11 @@ class JsonTypeFinder:
         if isinstance(values := schema.get("enum"), list):
             types &= set(map(_type_of, values))
         for word in ("anyOf", "oneOf"):
-            if isinstance(parts := schema.get(word), list):
-                types &= frozenset().union(*(self._find(part, depth + 1) for part in parts))
-        if isinstance(parts := schema.get("allOf"), list):
-            for part in parts:
-                types &= self._find(part, depth + 1) or ALL_TYPES
+            if isinstance(subschemas := schema.get(word), list):
+                types &= frozenset().union(*(self._find(subschema, depth + 1) for subschema in subschemas))
+        if isinstance(subschemas := schema.get("allOf"), list):
+            for subschema in subschemas:
+                types &= self._find(subschema, depth + 1) or ALL_TYPES
         return types
 
 
@@ -103,12 +103,14 @@ def _find_unknown(schema: Mapping[str, Any], known: Set[str]) -> str:
 
 
 def _read_text_schema(schema: Mapping[str, Any]) -> TextSchema:
-    least, most = schema.get("minLength", 0), schema.get("maxLength")
-    if type(least) is not int or type(most) not in (int, NoneType) or least < 0 or (most is not None and most < least):
+    min_length, max_length = schema.get("minLength", 0), schema.get("maxLength")
+    is_valid = type(min_length) is int and min_length >= 0
+    if not is_valid or not (max_length is None or (type(max_length) is int and max_length >= min_length)):
         raise InputError("`tools`: `minLength` and `maxLength` must be integers with `minLength` <= `maxLength`")
     choices = [schema["const"]] if "const" in schema else schema.get("enum")
     texts = [choice for choice in choices if isinstance(choice, str)] if isinstance(choices, list) else None
-    return TextSchema(rf"(.|\n){{{least},{'' if most is None else most}}}", texts, _find_unknown(schema, TEXT_KEYWORDS))
+    pattern = rf"(.|\n){{{min_length},{'' if max_length is None else max_length}}}"
+    return TextSchema(pattern, texts, _find_unknown(schema, TEXT_KEYWORDS))
 
 
 def to_json(text: str, types: frozenset[str], is_json: bool) -> str:

@@ -61,16 +61,16 @@ class ToolSet(NamedTuple):
 
 
 class ToolCallParser(ABC):
-    """Parses one or more calls after an opener."""
+    """Parses the tool calls that follow an opening marker such as `<tool_call>`."""
 
-    def __init__(self, closer: str = "") -> None:
-        self.closer = closer  # text after the last call
-        self.closer_prefix = ""  # consumed part of the closer
+    def __init__(self, closing_marker: str = "") -> None:
+        self.closing_marker = closing_marker  # text after the last call
+        self.closing_prefix = ""  # consumed part of the closing marker
         self.pending: list[str] = []  # text since the end of the last call
         self.is_finished = False
         self.is_malformed = False  # `pending` is not a call
         self.is_open = False  # the arguments of the current call are being streamed
-        self.unconsumed = ""  # text that was consumed as part of the closer, but is content
+        self.unconsumed = ""  # text that was consumed as part of the closing marker, but is content
 
     def read(self, text: str, events: list[ParsedEvent]) -> str:
         """Parse text up to the end of the calls or the first invalid character. Return the remaining text."""
@@ -94,13 +94,13 @@ class ToolCallParser(ABC):
         Set `is_malformed` for a malformed call. Raise `MalformedCallError` if even the first character is invalid.
         """
 
-    def consume_closer(self, character: str) -> int:
-        """Consume a character after the last call. Finish at the end of the closer or before other text."""
-        closer_prefix = self.closer_prefix + character
-        if not self.closer.startswith(closer_prefix):
-            self.unconsumed, self.is_finished = self.closer_prefix, True
+    def consume_closing_marker(self, character: str) -> int:
+        """Consume a character after the last call. Finish at the end of the closing marker or before other text."""
+        closing_prefix = self.closing_prefix + character
+        if not self.closing_marker.startswith(closing_prefix):
+            self.unconsumed, self.is_finished = self.closing_prefix, True
             return 0
-        self.closer_prefix, self.is_finished = closer_prefix, closer_prefix == self.closer
+        self.closing_prefix, self.is_finished = closing_prefix, closing_prefix == self.closing_marker
         return 1
 
     def is_ignorable_tail(self, text: str) -> bool:
@@ -111,7 +111,7 @@ class ToolCallParser(ABC):
 class CallFormat(ABC):
     """A model family's tool call format."""
 
-    openers: tuple[str, ...] = ()
+    opening_markers: tuple[str, ...] = ()
     """Texts that start a call anywhere in a completion."""
     start_characters: str = ""
     """Characters that start a call at the start of a completion."""
@@ -131,9 +131,9 @@ class ToolOutputParser:
     def __init__(self, tool_format: CallFormat, tools: ToolSet) -> None:
         self._tool_format = tool_format
         self._tools = tools
-        self._buffer = ""  # a possible opener prefix, and the whitespace before it
+        self._buffer = ""  # a possible start of an opening marker, and the whitespace before it
         self._call_parser: ToolCallParser | None = None
-        self._opener = ""  # the current opener, with the whitespace before it
+        self._opening_marker = ""  # the current one, with the whitespace before it
         self._is_at_start = bool(tool_format.start_characters)
         self._is_after_call = False
 
@@ -156,8 +156,8 @@ class ToolOutputParser:
             events.append(ToolCallEnd())
         else:
             text = "".join(call_parser.pending)
-            if self._opener or not call_parser.is_ignorable_tail(text):
-                self._add_text(self._opener + text, events)
+            if self._opening_marker or not call_parser.is_ignorable_tail(text):
+                self._add_text(self._opening_marker + text, events)
         self._buffer, self._call_parser = "", None
         return events
 
@@ -178,14 +178,14 @@ class ToolOutputParser:
             if first[0] in self._tool_format.start_characters:
                 self._open(text[: len(text) - len(first)])
                 return first
-        openers = self._tool_format.openers
-        found = min((position for opener in openers if (position := text.find(opener)) >= 0), default=-1)
+        opening_markers = self._tool_format.opening_markers
+        found = min((position for marker in opening_markers if (position := text.find(marker)) >= 0), default=-1)
         if found < 0:
-            self._buffer = text[find_partial_marker(text, openers) :]
+            self._buffer = text[find_partial_marker(text, opening_markers) :]
             self._add_text(text[: len(text) - len(self._buffer)], events)
             return ""
-        opener = next(opener for opener in openers if text.startswith(opener, found))
-        start, end = find_whitespace_start(text, found), found + len(opener)
+        marker = next(marker for marker in opening_markers if text.startswith(marker, found))
+        start, end = find_whitespace_start(text, found), found + len(marker)
         self._add_text(text[:start], events)
         self._open(text[start:end])
         return text[end:]
@@ -200,7 +200,7 @@ class ToolOutputParser:
     # --- Tool calls ---------------------------------------------------------------------------------------------------
 
     def _open(self, text: str) -> None:
-        self._opener = text
+        self._opening_marker = text
         self._call_parser = self._tool_format.make_call_parser(self._tools)
 
     def _parse_calls(self, text: str, events: list[ParsedEvent]) -> str:
@@ -209,12 +209,12 @@ class ToolOutputParser:
         assert call_parser is not None
         left = call_parser.read(text, events)
         if any(isinstance(event, ToolCallEnd) for event in events[count:]):
-            self._opener, self._is_after_call = "", True
+            self._opening_marker, self._is_after_call = "", True
         if call_parser.is_malformed and call_parser.is_open:  # the start of the call was already streamed
             self._is_after_call = True
             events.append(ToolCallEnd())
         elif call_parser.is_malformed:
-            self._add_text(self._opener + "".join(call_parser.pending), events)
+            self._add_text(self._opening_marker + "".join(call_parser.pending), events)
         if call_parser.is_malformed or call_parser.is_finished:
             self._call_parser = None
         return left

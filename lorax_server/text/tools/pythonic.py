@@ -4,11 +4,12 @@ import ast
 import json
 import keyword
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from lorax_server.errors import InputError
 from lorax_server.text.tools.grammar import (
     OPTIONS,
+    Call,
     CallGrammar,
     CallRules,
     ToolFormat,
@@ -19,7 +20,7 @@ from lorax_server.text.tools.json_tool_calls import BracketScanner, ParsedToolCa
 from lorax_server.text.tools.parser import MAX_CALL_CHARACTERS, MalformedCallError, ParsedEvent, ToolCallParser, ToolSet
 from lorax_server.text.tools.references import Definitions
 
-OPENER = "<|python_start|>"
+PYTHON_START = "<|python_start|>"
 ESCAPES = re.compile(r"\\(.)", re.DOTALL)
 KNOWN_ESCAPES = frozenset("\n\\'\"abfnrtvxuUN01234567")
 JSON_CONSTANTS = {"true": True, "false": False, "null": None}  # models also write JSON constants
@@ -80,10 +81,10 @@ class _JsonConstants(ast.NodeTransformer):
 
 
 class PythonicFormat(ToolFormat):
-    openers = (OPENER,)
+    opening_markers = (PYTHON_START,)
     start_characters = "["
     start_pattern = r"\[[ \n]*[a-zA-Z_][a-zA-Z0-9_.]*\("
-    markers = (OPENER,)
+    markers = (PYTHON_START,)
     has_json_arguments = False
 
     def make_call_parser(self, tools: ToolSet) -> ToolCallParser:
@@ -98,6 +99,14 @@ class PythonicFormat(ToolFormat):
             yield f"{rule}: {' | '.join(choices)}\n"
         for index, call in enumerate(calls):
             yield from _write_keywords(f"keywords_{index}", call)
+
+    def write_calls(self, calls: Sequence[Call]) -> str:
+        return f"[{', '.join(map(_write_call, calls))}]"
+
+
+def _write_call(call: Call) -> str:
+    arguments = (f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in call.arguments.items())
+    return f"{call.name}({', '.join(arguments)})"
 
 
 def _write_keywords(rule: str, call: CallGrammar) -> Iterator[str]:

@@ -12,6 +12,7 @@ from lorax_server.errors import InputError
 from lorax_server.text.tools.grammar import (
     ANY_TEXT,
     OPTIONS,
+    Call,
     CallGrammar,
     CallRules,
     FunctionSchema,
@@ -25,7 +26,7 @@ from lorax_server.text.tools.parameter_text import JsonTypeFinder, is_text, to_j
 from lorax_server.text.tools.parser import MAX_CALL_CHARACTERS, MalformedCallError, ParsedEvent, ToolCallParser, ToolSet
 from lorax_server.text.tools.references import Definitions
 
-OPENER, CLOSER = "<tool_call>", "</tool_call>"
+TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 MAX_HEAD_CHARACTERS = 512  # up to the end of the function name
@@ -41,7 +42,7 @@ class Qwen3CoderToolCallParser(ToolCallParser):
 
     def __init__(self, tools: ToolSet, finders: dict[int, JsonTypeFinder]) -> None:
         """`finders` maps schema ids to type finders, and is shared by all parsers of one format."""
-        super().__init__(CLOSER)
+        super().__init__(TOOL_CALL_END)
         self._tools = tools
         self._finders = finders
         self._function = ""
@@ -51,11 +52,11 @@ class Qwen3CoderToolCallParser(ToolCallParser):
 
     def consume(self, text: str, at: int, events: list[ParsedEvent]) -> int:
         if self._has_call:
-            return 1 if text[at].isspace() and not self.closer_prefix else self.consume_closer(text[at])
+            return 1 if text[at].isspace() and not self.closing_prefix else self.consume_closing_marker(text[at])
         return self._consume_body(text, at, events) if self._function else self._consume_head(text[at])
 
     def _consume_head(self, character: str) -> int:
-        """Consume one character of the tag `<function=name>`. The opener may already include the start of the tag."""
+        """Consume one character of the tag `<function=name>`. The opening marker may include the start of the tag."""
         head = ("".join(self.pending) + character).lstrip()
         name = head.removeprefix(FUNCTION)
         if character == ">" and name[:-1].strip() in self._tools.names:
@@ -110,12 +111,12 @@ class Qwen3CoderToolCallParser(ToolCallParser):
         return arguments
 
     def is_ignorable_tail(self, text: str) -> bool:
-        return CLOSER.startswith(text.strip())
+        return TOOL_CALL_END.startswith(text.strip())
 
 
 class Qwen3CoderFormat(ToolFormat):
-    openers = (OPENER, FUNCTION)
-    markers = (OPENER, CLOSER)
+    opening_markers = (TOOL_CALL, FUNCTION)
+    markers = (TOOL_CALL, TOOL_CALL_END)
     has_json_arguments = False
 
     def __init__(self) -> None:
@@ -131,13 +132,26 @@ class Qwen3CoderFormat(ToolFormat):
         return Qwen3CoderToolCallParser(tools, self._finders)
 
     def write_rules(self, rules: CallRules) -> Iterator[str]:
-        opener, closer = map(rules.markers.write, (OPENER, CLOSER))
-        more = rf' ("\n" {opener} tagged)*' if rules.is_parallel else ""
+        opening_marker, closing_marker = map(rules.markers.write, (TOOL_CALL, TOOL_CALL_END))
+        more = rf' ("\n" {opening_marker} tagged)*' if rules.is_parallel else ""
         heads = [to_lark_string(f"\n{FUNCTION}{call.name}>\n") for call in rules.calls]
         choices = [f"{head} parameters_{index}" for index, head in enumerate(heads)]
-        yield f'calls: tagged{more}\ntagged: ({" | ".join(choices)}) {to_lark_string(FUNCTION_END)} "\\n" {closer}\n'
+        end = rf'{to_lark_string(FUNCTION_END)} "\n" {closing_marker}'
+        yield f"calls: tagged{more}\ntagged: ({' | '.join(choices)}) {end}\n"
         for index, call in enumerate(rules.calls):
             yield from _write_parameters(f"parameters_{index}", call)
+
+    def write_calls(self, calls: Sequence[Call]) -> str:
+        return "\n".join(map(_write_call, calls))
+
+
+def _write_call(call: Call) -> str:
+    texts = {
+        name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for name, value in call.arguments.items()
+    }
+    parameters = (f"{PARAMETER}{name}>\n{text}\n{PARAMETER_END}\n" for name, text in texts.items())
+    return f"{TOOL_CALL}\n{FUNCTION}{call.name}>\n{''.join(parameters)}{FUNCTION_END}\n{TOOL_CALL_END}"
 
 
 def _write_parameters(rule: str, call: CallGrammar) -> Iterator[str]:
@@ -172,8 +186,8 @@ def _write_value(
             f"`tools`: the parameter {name[:64]!r} of {call.name!r} has `{found.unknown}`, which cannot be enforced "
             "for text in this model's tool call format; remove it, or do not set `strict`"
         )
-    closer, null = escape("\n" + PARAMETER_END), "|null" if "null" in types else ""
-    patterns = [rf"/({found.length}{null}){closer}/"]
+    closing_marker, null = escape("\n" + PARAMETER_END), "|null" if "null" in types else ""
+    patterns = [rf"/({found.length}{null}){closing_marker}/"]
     if found.choices is not None:
-        patterns.append(rf"/({'|'.join(map(escape, found.choices))}{null}){closer}/")
+        patterns.append(rf"/({'|'.join(map(escape, found.choices))}{null}){closing_marker}/")
     return f"{rule}[lazy]: {' & '.join(patterns)} & ~/{ANY_TEXT}{escape(PARAMETER_END)}(.|\\n)+/\n"

@@ -1,6 +1,6 @@
 """References within a JSON schema (`$ref`): resolve references, limit schema depth, and copy definitions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lorax_server.errors import InputError
@@ -48,19 +48,21 @@ class _DepthMeter:
         self._root = root
         self._levels: dict[int, int] = {}  # by subschema id
 
-    def measure(self, part: Any, above: int) -> int:
-        """Return the number of levels in a subschema that is `above` levels below the root."""
-        if not isinstance(part, Mapping | list | tuple):
+    def measure(self, subschema: Any, depth: int) -> int:
+        """Return the number of levels in a subschema that is `depth` levels below the root."""
+        if not isinstance(subschema, Mapping | list | tuple):
             return 0
-        levels = self._levels.get(id(part))
-        if levels is None and above < MAX_LEVELS:
-            self._levels[id(part)] = 0  # used where a recursive schema refers to this subschema
-            children = (*part.values(), resolve(part.get("$ref"), self._root)) if isinstance(part, Mapping) else part
+        levels = self._levels.get(id(subschema))
+        if levels is None and depth < MAX_LEVELS:
+            self._levels[id(subschema)] = 0  # used where a recursive schema refers to this subschema
+            children: Iterable[Any] = subschema
+            if isinstance(subschema, Mapping):
+                children = (*subschema.values(), resolve(subschema.get("$ref"), self._root))
             levels = 0
             for child in children:
-                levels = max(levels, self.measure(child, above + 1))
-            self._levels[id(part)] = levels = levels + 1
-        if levels is None or above + levels > MAX_LEVELS:
+                levels = max(levels, self.measure(child, depth + 1))
+            self._levels[id(subschema)] = levels = levels + 1
+        if levels is None or depth + levels > MAX_LEVELS:
             raise InputError(f"the JSON schema has more than {MAX_LEVELS} levels, counted through `$ref`; flatten it")
         return levels
 
@@ -72,17 +74,17 @@ class Definitions:
         self._all = {word: root[word] for word in DEFINITIONS if isinstance(root.get(word), Mapping)}
         self._references: dict[tuple[str, str], list[str]] = {}  # by definition
 
-    def complete(self, part: Any) -> dict[str, Any]:
+    def complete(self, subschema: Any) -> dict[str, Any]:
         """Return a subschema with the definitions that it uses.
 
         All definitions are included if a reference does not point to a definition.
         """
-        own = part if isinstance(part, dict) else {}
+        own = subschema if isinstance(subschema, dict) else {}
         return {**own, **self._select(own)}
 
-    def _select(self, part: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _select(self, subschema: Mapping[str, Any]) -> Mapping[str, Any]:
         selected: dict[str, dict[str, Any]] = {}
-        waiting = find_references(part)
+        waiting = find_references(subschema)
         while waiting:
             names = split_reference(waiting.pop())
             if names is None or len(names) < 2 or names[0] not in DEFINITIONS:
@@ -101,11 +103,11 @@ def find_references(schema: Any) -> list[str]:
     found: dict[str, None] = {}
     waiting = [schema]
     while waiting:
-        part = waiting.pop()
-        if isinstance(part, Mapping):
-            if isinstance(reference := part.get("$ref"), str):
+        subschema = waiting.pop()
+        if isinstance(subschema, Mapping):
+            if isinstance(reference := subschema.get("$ref"), str):
                 found[reference] = None
-            waiting += part.values()
-        elif isinstance(part, list | tuple):
-            waiting += part
+            waiting += subschema.values()
+        elif isinstance(subschema, list | tuple):
+            waiting += subschema
     return list(found)

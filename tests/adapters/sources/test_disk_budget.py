@@ -123,13 +123,13 @@ def test_recently_used_version_is_kept(tmp_path: Path, root: Path, clock: Clock)
         assert names_left(root, *"abcd") == ["a"]
 
 
-def test_future_mark_does_not_prevent_eviction(tmp_path: Path, root: Path, clock: Clock) -> None:
+def test_last_use_in_the_future_does_not_prevent_eviction(tmp_path: Path, root: Path, clock: Clock) -> None:
     put(root, "a", clock.now + 10**6, 4 * MB)
     with make_budget(tmp_path, clock).reserve_space("adapter", 3 * MB):
         assert names_left(root, "a") == []
 
 
-def test_version_locked_by_other_process_is_kept(tmp_path: Path, root: Path, clock: Clock) -> None:
+def test_version_locked_by_another_process_is_kept(tmp_path: Path, root: Path, clock: Clock) -> None:
     put(root, "a", 1000.0, 4 * MB)
     room = make_budget(tmp_path, clock).reserve_space("adapter", 3 * MB)
     with FileLock(blob_of(root, "a", ".lock")), pytest.raises(SourceError, match="other adapters are in use"), room:
@@ -200,7 +200,7 @@ def test_adapter_timeout_is_passed_to_budget(monkeypatch: pytest.MonkeyPatch, tm
     assert made == [{"in_use_s": 960.0}]
 
 
-def test_mark_is_renewed_once_per_minute(tmp_path: Path) -> None:
+def test_last_use_is_updated_once_per_minute(tmp_path: Path) -> None:
     folder = tmp_path / "snapshots" / "version"
     mark_downloaded(folder)
     for age_s, is_marked in ((3600, True), (50, False)):
@@ -216,7 +216,7 @@ def test_mark_is_renewed_once_per_minute(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_known", [True, False], ids=["measured before", "first measurement"])
-def test_partial_files_of_failed_download_count(tmp_path: Path, root: Path, clock: Clock, is_known: bool) -> None:
+def test_partial_files_count_towards_budget(tmp_path: Path, root: Path, clock: Clock, is_known: bool) -> None:
     budget = make_budget(tmp_path, clock)
     path = blob_of(root, "a")
 
@@ -260,7 +260,7 @@ def test_partial_download_is_not_counted_twice(
             pass
 
 
-def test_current_downloads_count(tmp_path: Path, root: Path, clock: Clock) -> None:
+def test_running_downloads_count_towards_budget(tmp_path: Path, root: Path, clock: Clock) -> None:
     budget = make_budget(tmp_path, clock)
     with budget.reserve_space("one", 3 * MB):
         with pytest.raises(SourceError), budget.reserve_space("two", 3 * MB):
@@ -306,7 +306,7 @@ def test_disk_size_limits_budget(
         assert names_left(root, "a") == (["a"] if is_kept else [])
 
 
-def test_failed_removal_does_not_block_others(
+def test_failed_removal_does_not_block_other_removals(
     tmp_path: Path, root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for index, name in enumerate("ab"):
@@ -324,7 +324,7 @@ def test_failed_removal_does_not_block_others(
     assert "cannot be removed" in caplog.text
 
 
-def test_other_files_are_not_removed(tmp_path: Path, root: Path, clock: Clock) -> None:
+def test_unknown_files_are_not_removed(tmp_path: Path, root: Path, clock: Clock) -> None:
     put(root, "a", 1000.0, 4 * MB)
     for other in ("models--owner--base/blobs/weights", "s3-models/x/weights", "s3/notes.txt", "s3/mine/weights"):
         (tmp_path / other).parent.mkdir(parents=True, exist_ok=True)
@@ -515,7 +515,7 @@ def test_evicted_adapter_is_downloaded_on_next_request(hub: HubServer, tmp_path:
     assert (again.checkpoints[0].folder / WEIGHTS).read_bytes() == SMALL[WEIGHTS]
 
 
-def test_interrupted_eviction_can_be_downloaded_again(
+def test_adapter_is_downloaded_again_after_interrupted_eviction(
     hub: HubServer, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = hub_source(hub, tmp_path, clock, 450_000)
@@ -569,7 +569,7 @@ def test_no_eviction_in_offline_mode(hub: HubServer, tmp_path: Path, clock: Cloc
         check_contents(fetch(source, NAME))
 
 
-def test_mark_is_renewed_during_long_download(
+def test_last_use_is_updated_during_long_download(
     hub: HubServer, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The mark is renewed during long downloads."""

@@ -35,14 +35,14 @@ def test_resume_requests_only_missing_bytes(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == CONTENT
 
 
-def test_complete_part_is_only_verified(tmp_path: Path) -> None:
+def test_complete_partial_file_is_not_downloaded_again(tmp_path: Path) -> None:
     (tmp_path / "file.part").write_bytes(CONTENT)
     download(fake(tmp_path / "file", open_at=None))
     assert (tmp_path / "file").read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize("part", [CONTENT + b"x", b"?" * len(CONTENT), b"?" * 10])
-def test_invalid_part_is_deleted(tmp_path: Path, part: bytes) -> None:
+def test_invalid_partial_file_is_deleted(tmp_path: Path, part: bytes) -> None:
     (tmp_path / "file.part").write_bytes(part)
     with pytest.raises(SourceError, match="the file: the size or checksum is wrong"):
         download(fake(tmp_path / "file"))
@@ -51,6 +51,6 @@ def test_invalid_part_is_deleted(tmp_path: Path, part: bytes) -> None:
     assert (tmp_path / "file").read_bytes() == CONTENT
 
 
-def test_wait_for_other_download_times_out(tmp_path: Path) -> None:
+def test_wait_for_concurrent_download_times_out(tmp_path: Path) -> None:
     with FileLock(tmp_path / "file.lock"), pytest.raises(SourceError, match="the file: another request is still"):
         download(fake(tmp_path / "file", timeout_s=0.1))

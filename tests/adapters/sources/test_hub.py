@@ -255,7 +255,7 @@ STATUSES = {
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_access_errors_differ_from_failures(hub: HubServer, source: HubSource, stage: str) -> None:
+def test_access_errors_are_distinct_from_server_failures(hub: HubServer, source: HubSource, stage: str) -> None:
     for status, expected in STATUSES.items():
         hub.faults[stage] = Fault(reply=Reply(status, body=b"reasons"))
         with pytest.raises(AdapterError, match=NAME) as caught:
@@ -580,14 +580,14 @@ def test_offline_mode_uses_huggingface_hub_cache(
 # --- base models
 
 
-def test_base_model_type_from_repository_info(hub: HubServer, source: HubSource) -> None:
+def test_base_model_type_is_read_from_repository_info(hub: HubServer, source: HubSource) -> None:
     hub.repos["owner/base"] = Repo({"config.json": b'{"model_type": "other"}'}, SECRET, True, "llama")
     assert source.base_model_type("owner/base", None) == "llama"
     assert not hub.requests("config.json")
 
 
 @pytest.mark.parametrize("offline", [False, True])
-def test_base_model_type_from_config(hub: HubServer, source: HubSource, tmp_path: Path, offline: bool) -> None:
+def test_base_model_type_is_read_from_config(hub: HubServer, source: HubSource, tmp_path: Path, offline: bool) -> None:
     hub.repos["owner/base"] = Repo({"config.json": b'{"model_type": "opt"}', WEIGHTS: b"large"})
     assert source.base_model_type("owner/base", None) == "opt"
     assert not hub.requests(WEIGHTS)
@@ -620,7 +620,7 @@ def test_base_model_type_of_missing_model_is_none(hub: HubServer, source: HubSou
 # --- the fake hub
 
 
-def test_digests_match_git() -> None:
+def test_fake_hub_digests_match_git() -> None:
     # Output of `git hash-object`.
     assert describe("x", b"hello\n")["blobId"] == "ce013625030ba8dba906f756967f9e9ca394464a"
     assert describe("x", bytes(20_000))["lfs"]["sha256"] == hashlib.sha256(bytes(20_000)).hexdigest()

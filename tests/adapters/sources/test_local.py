@@ -236,7 +236,7 @@ def test_link_out_of_root_is_reported(
     assert str(caught.value).endswith(f"{name}': its folder is outside of its root, and such links are not allowed")
 
 
-def test_link_out_of_root_does_not_hide_other_root(tmp_path: Path, root: Path) -> None:
+def test_link_out_of_root_does_not_hide_adapter_in_next_root(tmp_path: Path, root: Path) -> None:
     (tmp_path / "first").mkdir()
     (tmp_path / "first" / "team").symlink_to(tmp_path / "elsewhere")
     check_contents(fetch(LocalSource([tmp_path / "first", root]), "team/adapter"))
@@ -278,7 +278,7 @@ def test_equivalent_paths_have_one_name(name: str) -> None:
         ("./" * 300, "./" * 300),  # exceeds the name limit
     ],
 )
-def test_other_names_are_not_normalized(name: str, expected: str) -> None:
+def test_names_outside_roots_are_not_normalized(name: str, expected: str) -> None:
     assert normalize_local_name(name, [Path("/srv/one"), Path("/srv/two")]) == expected
 
 
@@ -454,7 +454,7 @@ def test_adapter_without_config_is_rejected(root: Path, source: LocalSource) -> 
 # --- base models
 
 
-def test_base_model_type(root: Path, source: LocalSource) -> None:
+def test_base_model_type_is_read_from_config(root: Path, source: LocalSource) -> None:
     write(root / "base", {"config.json": b'{"model_type": "opt"}'})
     assert source.base_model_type("base", None) == "opt"
     assert source.base_model_type(str(root / "base"), None) == "opt"

@@ -233,7 +233,9 @@ def test_token_is_ignored(proxy: S3Proxy, source: S3Source) -> None:
     assert not any("hf_do_not_send_this" in str(request) for request in proxy.seen)
 
 
-def test_many_other_files_are_paginated(admin: Any, source: S3Source, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listings_with_many_unrelated_files_are_paginated(
+    admin: Any, source: S3Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put(admin, NAME, {f"file-{index}": b"" for index in range(20)})
     paginator = source._client.get_paginator("list_objects_v2")
     monkeypatch.setattr(source._client, "get_paginator", lambda _: paginator)
@@ -335,7 +337,7 @@ STATUSES = {401: AdapterAccessError, 403: AdapterAccessError, 404: AdapterNotFou
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_access_errors_differ_from_failures(proxy: S3Proxy, source: S3Source, stage: str) -> None:
+def test_access_errors_are_distinct_from_server_failures(proxy: S3Proxy, source: S3Source, stage: str) -> None:
     for status, expected in STATUSES.items():
         proxy.faults[stage] = Fault(reply=Reply(status))
         with pytest.raises(AdapterError, match=NAME) as caught:

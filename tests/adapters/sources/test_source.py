@@ -120,7 +120,7 @@ def test_invalid_token_is_rejected_and_not_shown(source: FakeSource, token: str)
     assert not source.calls
 
 
-def test_empty_token_counts_as_none(source: FakeSource) -> None:
+def test_empty_token_is_ignored(source: FakeSource) -> None:
     front(source).fetch("fake", "name", "", accept)
     assert source.calls[0] == ("authorize", "name", None)
 

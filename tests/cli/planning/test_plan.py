@@ -20,7 +20,8 @@ from lorax_server.cli.planning.model_sizes import HALF_BYTES, ModelSizes, read_s
 from lorax_server.cli.planning.step_time import GPUS, find_gpu
 from lorax_server.errors import ConfigError
 from lorax_server.layers.targets import collect_adapter_targets
-from lorax_server.models.registry import DEFAULT_MAX_POSITIONS, MODELS, build_model
+from lorax_server.model_types import MODELS
+from lorax_server.models.registry import DEFAULT_MAX_POSITIONS, build_model
 from tests.cli.planning.test_measured import LLAMA_8B
 from tests.models.tiny import GPT2, LLAMA, NO_GQA, make_model
 from tests.parity.other_variants import OTHER_VARIANTS
@@ -184,12 +185,15 @@ def test_mixed_ranks_add_up(model: str, capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("limit", "flags"),
     [
-        ("rows", "--gpu H200"),
-        ("latency", "--gpu H200 --token-ms 12 --prompt-tokens 64"),
+        ("batch_size", "--gpu H200"),
+        ("latency", "--gpu H200 --inter-token-latency-ms 12 --prompt-tokens 64"),
         ("cache", "--gpu L4"),
         ("adapters", "--gpu H200 --adapters 500 --adapter-bytes 2G --zipf 0"),
-        ("copies", "--gpu H200 --adapters 9000 --rank 512 --zipf 0 --answer-tokens 1 --prompt-tokens 1 --max-rows 8"),
-        ("api", "--gpu B200 --answer-tokens 900 --prompt-tokens 1 --max-rows 1024"),
+        (
+            "copies",
+            "--gpu H200 --adapters 9000 --rank 512 --zipf 0 --completion-tokens 1 --prompt-tokens 1 --max-num-seqs 8",
+        ),
+        ("api", "--gpu B200 --completion-tokens 900 --prompt-tokens 1 --max-num-seqs 1024"),
     ],
 )
 def test_plan_reports_limiting_factor(limit: str, flags: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,10 +202,17 @@ def test_plan_reports_limiting_factor(limit: str, flags: str, model: str, capsys
     assert limit in LIMIT_REASONS
 
 
+def test_earlier_flag_names_are_accepted(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    new = "--max-num-seqs 8 --completion-tokens 20 --max-utilization 0.5 --inter-token-latency-ms 30"
+    old = "--max-rows 8 --answer-tokens 20 --load 0.5 --token-ms 30"
+    expected, plain = (plan("--model", model, "--gpu", "H100", *flags.split(), capsys=capsys) for flags in (new, ""))
+    assert plan("--model", model, "--gpu", "H100", *old.split(), capsys=capsys) == expected != plain
+
+
 def test_prefill_can_dominate(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    replica = plan("--model", model, "--gpu", "A10", "--prompt-tokens", "4000", "--answer-tokens", "10", capsys=capsys)[
-        "replica"
-    ]
+    replica = plan(
+        "--model", model, "--gpu", "A10", "--prompt-tokens", "4000", "--completion-tokens", "10", capsys=capsys
+    )["replica"]
     assert replica["is_busy_with_prompts"]
     assert 0.5 < replica["prompt_share"] <= 1
 
@@ -214,8 +225,8 @@ def test_more_traffic_needs_more_replicas(model: str, capsys: pytest.CaptureFixt
 
     assert count("--requests-per-s", "1") == 1
     assert count("--requests-per-s", "400") > count("--requests-per-s", "200") > 3
-    assert count("--requests-per-s", "400", "--load", "0.5") > count("--requests-per-s", "400")
-    assert count("--requests-per-s", "400", "--token-ms", "15") > count("--requests-per-s", "400")
+    assert count("--requests-per-s", "400", "--max-utilization", "0.5") > count("--requests-per-s", "400")
+    assert count("--requests-per-s", "400", "--inter-token-latency-ms", "15") > count("--requests-per-s", "400")
     assert count("--requests-per-s", "1000000000") > 10**6
 
 
@@ -223,7 +234,7 @@ def test_float8_cache_holds_twice_as_many_tokens(model: str, capsys: pytest.Capt
     plain = plan("--model", model, "--gpu", "L4", capsys=capsys)
     float8 = plan("--model", model, "--gpu", "L4", "--quantize", "fp8-kv", capsys=capsys)
     assert float8["memory"]["cache_tokens"] == pytest.approx(2 * plain["memory"]["cache_tokens"], rel=0.01)
-    assert float8["replica"]["rows"] > plain["replica"]["rows"]
+    assert float8["replica"]["batch_size"] > plain["replica"]["batch_size"]
 
 
 def test_documented_example_matches_output(capsys: pytest.CaptureFixture[str]) -> None:
@@ -260,7 +271,7 @@ def test_documented_example_matches_output(capsys: pytest.CaptureFixture[str]) -
         ("--gpu H200 --ranks 8:1000000,16:1", "more than 1000000 adapters"),
         ("--gpu H200 --ranks 8:1 --rank 8", "not both"),
         ("--gpu H200 --modules q_proj,c_attn", "the model has no module 'c_attn'; its modules are q_proj"),
-        ("--gpu H200 --token-ms 1", "a single sequence takes"),
+        ("--gpu H200 --inter-token-latency-ms 1", "a single sequence takes"),
         ("--gpu H200 --gpu-memory 16G", "the model does not fit"),
         ("--gpu H200 --gpu-memory 99999999999T", "is not a number from 0 to"),
         ("--gpu L4 --adapter-bytes 30G", "lower --adapter-bytes"),

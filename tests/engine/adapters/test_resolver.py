@@ -619,7 +619,7 @@ def test_cached_adapter_resolves_while_source_hangs(harness: ResolverHarness) ->
     assert not held.done()
 
 
-def test_cancelled_caller_does_not_affect_others(harness: ResolverHarness, caplog: Any) -> None:
+def test_cancelled_caller_does_not_affect_other_callers(harness: ResolverHarness, caplog: Any) -> None:
     identity = harness.put("tuned", 1)
     gate = harness.fake.before = harness.gate()
     futures = [harness.submit("tuned") for _ in range(3)]

@@ -74,7 +74,7 @@ class TableHarness:
         for _ in range(count):
             self.step()
         self.table.advance()
-        return self.table.pop_arrived()
+        return self.table.pop_loaded()
 
     def request(self, *identities: str) -> None:
         for identity in identities:
@@ -136,7 +136,7 @@ def test_adapter_moves_from_disk_to_device() -> None:
     assert harness.state("a") == [AdapterStage.DEVICE]
     assert harness.table.index_of("a", has_started=False) == 1
     assert harness.table.vocab_size("a") == VOCAB
-    assert harness.table.pop_arrived() == ["a"]
+    assert harness.table.pop_loaded() == ["a"]
     assert (harness.table.num_on_host, harness.table.num_on_device, harness.table._host.bytes_used) == (
         1,
         1,
@@ -298,7 +298,7 @@ def test_load_of_loaded_adapter_completes_immediately() -> None:
     assert harness.steps() == ["a"]
     harness.table.request_load("a", pin=True)
     assert harness.table.has_events
-    assert harness.table.pop_arrived() == ["a"]
+    assert harness.table.pop_loaded() == ["a"]
     assert not harness.table.has_events
 
 
@@ -928,9 +928,9 @@ def count_lines(call: Callable[[], object]) -> int:
 # --- With the engine --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_idle_engine_loads_adapter(depth: int) -> None:
-    world = World(10, 10, depth=depth)
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+def test_idle_engine_loads_adapter(max_steps_in_flight: int) -> None:
+    world = World(10, 10, max_steps_in_flight=max_steps_in_flight)
     for name in "abcd":
         world.put(name, 1, 4)
         submitted = world.submit(name, [1, 2, 3])
@@ -939,9 +939,9 @@ def test_idle_engine_loads_adapter(depth: int) -> None:
     world.check_nothing_is_left()
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_no_empty_steps_during_load(depth: int) -> None:
-    world = World(10, 10, depth=depth, most_turns=0)
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+def test_no_empty_steps_during_load(max_steps_in_flight: int) -> None:
+    world = World(10, 10, max_steps_in_flight=max_steps_in_flight, most_turns=0)
     world.put("a", 1, 4)
     load = world.workers._load
 
@@ -955,7 +955,7 @@ def test_no_empty_steps_during_load(depth: int) -> None:
     assert world.num_turns > 50
     assert submitted.failure is None
     steps = world.engine.status().steps
-    assert steps <= 2 + 3 + depth, "one to prepare it, one to load it, and its own"
+    assert steps <= 2 + 3 + max_steps_in_flight, "one to prepare it, one to load it, and its own"
     world.check_nothing_is_left()
 
 
@@ -1045,8 +1045,8 @@ def test_resolve_reports_slowest_tier_of_merge() -> None:
 
 
 def test_idle_engine_compacts_for_load() -> None:
-    for depth in (1, 2):
-        world = World(10, 30, depth=depth, most_turns=0)
+    for max_steps_in_flight in (1, 2):
+        world = World(10, 30, max_steps_in_flight=max_steps_in_flight, most_turns=0)
         for name, units in (("a", 2), ("b", 3), ("c", 2), ("d", 3), ("e", 4)):
             world.put(name, 1, units)
         for name in "abcd":
@@ -1093,14 +1093,16 @@ def test_load_future_completes() -> None:
     assert world.engine.status().adapters_on_device == 1
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
 @pytest.mark.parametrize("host_units", slow_except([6], [3, 6, 30]))
 @pytest.mark.parametrize("cold", ["c", "cde"])
-def test_cold_adapters_are_served_under_load(depth: int, host_units: int, cold: str) -> None:
+def test_cold_adapters_are_served_under_load(max_steps_in_flight: int, host_units: int, cold: str) -> None:
     """Serve each cold adapter within a bounded number of steps, repeatedly."""
     for seed in range(4):
         slots = 3 + 4 * (seed % 2)  # few slots cause preemptions; many let all sequences run
-        world = World(6, host_units, depth=depth, seed=seed, num_blocks=8 * slots, max_num_seqs=slots)
+        world = World(
+            6, host_units, max_steps_in_flight=max_steps_in_flight, seed=seed, num_blocks=8 * slots, max_num_seqs=slots
+        )
         for name in "ab" + cold:
             world.put(name, 1, 3)
         rng = random.Random(seed)
@@ -1145,13 +1147,13 @@ def play(seed: int, num_actions: int) -> tuple[World, Counter[str]]:
     world = World(
         num_units,
         host_units=rng.choice([5, 10, 24]),
-        depth=rng.choice([1, 2]),
+        max_steps_in_flight=rng.choice([1, 2]),
         seed=seed,
         eviction_delay_s=rng.choice([0.0, 0.5, 2.0]),
         most_turns=rng.choice([0, 1, 3]),
         num_blocks=rng.choice([10, 14]),
         max_step_tokens=rng.choice([5, 12]),
-        limits={"max_chunk": rng.choice([None, 3])},
+        limits={"max_prefill_chunk_tokens": rng.choice([None, 3])},
     )
     names = "abcdefgh"[: rng.choice([3, 5, 8])]
     versions = dict.fromkeys(names, 0)
@@ -1216,7 +1218,7 @@ class Machine(RuleBasedStateMachine):
     @initialize(
         num_units=st.integers(3, 10),
         host_units=st.integers(2, 12),
-        depth=st.integers(1, 2),
+        max_steps_in_flight=st.integers(1, 2),
         seed=st.integers(0, 1000),
         patience=st.sampled_from([0.0, 0.4, 2.0]),
         blocks=st.integers(6, 12),
@@ -1227,7 +1229,7 @@ class Machine(RuleBasedStateMachine):
         self,
         num_units: int,
         host_units: int,
-        depth: int,
+        max_steps_in_flight: int,
         seed: int,
         patience: float,
         blocks: int,
@@ -1237,7 +1239,7 @@ class Machine(RuleBasedStateMachine):
         self.world = World(
             num_units,
             host_units,
-            depth=depth,
+            max_steps_in_flight=max_steps_in_flight,
             seed=seed,
             eviction_delay_s=patience,
             most_turns=most_turns,

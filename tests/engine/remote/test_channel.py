@@ -222,7 +222,7 @@ def test_unsupported_values_raise_channel_error(fields: dict[str, Any]) -> None:
         messages.encode(messages.Add(request_with(**fields)))
 
 
-def test_message_for_other_side_is_rejected() -> None:
+def test_message_in_wrong_direction_is_rejected() -> None:
     with pytest.raises(messages.ChannelError, match="Done"):
         messages.decode_to_engine(messages.encode(messages.Done(1)))
 

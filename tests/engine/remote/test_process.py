@@ -172,7 +172,7 @@ def test_failing_engine_waits_for_acknowledgment(peer: Peer) -> None:
     assert peer._channel._is_acknowledged
 
 
-def test_report_from_other_thread_stops_engine(peer: Peer) -> None:
+def test_report_from_another_thread_stops_engine(peer: Peer) -> None:
     error = EngineError("rank 1 ended")
     peer._channel.report(error)
     peer._channel.report(EngineError("and rank 2"))
@@ -217,7 +217,7 @@ class WatchedEvent(threading.Event):
         return super().wait(timeout)
 
 
-def test_reply_from_other_thread_is_sent_immediately(waiting_peer: Peer) -> None:
+def test_reply_from_another_thread_is_sent_immediately(waiting_peer: Peer) -> None:
     peer = waiting_peer
     peer.engine.wake = WatchedEvent()
     peer.engine.resolve = lambda *_: future  # type: ignore[method-assign]
@@ -273,7 +273,7 @@ def test_resolve_is_handled_during_step(
     stop(peer)
 
 
-def test_other_queries_wait_for_step(peer: Peer) -> None:
+def test_status_query_waits_for_step(peer: Peer) -> None:
     may_go_on = in_a_step(peer)
     peer.send(messages.GetStatus(1))
     peer.send(messages.Resolve(2, (AdapterRef("local", "poet"),)))

@@ -27,6 +27,7 @@ from lorax_server.engine.remote.remote_engine import (
 from lorax_server.errors import (
     AdapterError,
     AdapterNotFoundError,
+    ConfigError,
     EngineError,
     InputError,
     LoraxError,
@@ -154,7 +155,7 @@ def test_concurrent_requests_get_their_tokens(shared: Shared) -> None:
     shared(test)
 
 
-def test_slow_reader_delays_no_one_and_loses_no_output(shared: Shared) -> None:
+def test_slow_reader_does_not_delay_streams_or_lose_outputs(shared: Shared) -> None:
     async def test(client: RemoteEngine) -> None:
         slow = client.generate(ask_for(client.new_id(), range(100)))
         first = await anext(slow)
@@ -505,7 +506,7 @@ def test_engine_failure_reports_reason_and_restarts(
         ("die early", "(exit code -9, SIGKILL)"),
         ("die", "(exit code -9, SIGKILL)"),
         ("exit", "(exit code 7)"),
-        ("raise", "(exit code 1): no such model"),
+        ("raise, bug", "(exit code 1): ZeroDivisionError: division by zero"),
     ],
 )
 def test_engine_start_failure_reports_reason(folder: Path, how: str, reason: str) -> None:
@@ -516,6 +517,18 @@ def test_engine_start_failure_reports_reason(folder: Path, how: str, reason: str
                 await client.start()
         assert str(caught.value) == f"the engine process exited during startup {reason}"
         assert not client.is_healthy
+        await client.close()
+
+    asyncio.run(test())
+    wait_for_end(folder)
+
+
+def test_user_errors_during_start_are_raised_unchanged(folder: Path) -> None:
+    async def test() -> None:
+        client = RemoteEngine(fake_target, FakeConfig(str(folder), starts=("raise",)))
+        with pytest.raises(ConfigError) as caught:
+            await client.start()
+        assert str(caught.value) == "no such model"
         await client.close()
 
     asyncio.run(test())

@@ -47,7 +47,7 @@ def test_gate_matches_torch(kind: Gate, function: Function, dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize(("kind", "function"), KINDS)
-def test_activation_precision_over_range(kind: Gate, function: Function, library: Library) -> None:
+def test_activation_is_precise_over_range(kind: Gate, function: Function, library: Library) -> None:
     x = torch.linspace(-100, 100, 400_001)
     found = activate(library, x, kind).double()
     torch.testing.assert_close(found, function(x.double()), rtol=3e-7, atol=1e-6)
@@ -56,7 +56,7 @@ def test_activation_precision_over_range(kind: Gate, function: Function, library
 
 
 @pytest.mark.parametrize(("kind", "function"), KINDS)
-def test_activation_extreme_values(kind: Gate, function: Function, library: Library) -> None:
+def test_activation_handles_extreme_values(kind: Gate, function: Function, library: Library) -> None:
     x = torch.tensor([-math.inf, math.inf, math.nan, -100, -89, -88, 88, 89, 0.0, -0.0, 1e20, -1e20, 1e-40])
     torch.testing.assert_close(activate(library, x, kind), function(x), rtol=1e-6, atol=1e-35, equal_nan=True)
 

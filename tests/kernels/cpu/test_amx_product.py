@@ -75,7 +75,7 @@ def test_amx_flushes_denormals_to_zero(ops: CpuOps) -> None:
     assert torch.equal(found, multiply(x, weight).bfloat16())
 
 
-def test_infinite_and_nan_rows_do_not_affect_others(ops: CpuOps) -> None:
+def test_infinite_and_nan_rows_do_not_affect_other_rows(ops: CpuOps) -> None:
     x, weights = torch.randn(40, 50).bfloat16(), ops.make_linear(torch.randn(70, 50).bfloat16(), None)
     clean = ops.linear(x, weights, None, ())
     x[7], x[23, 49] = torch.inf, torch.nan

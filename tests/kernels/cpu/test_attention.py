@@ -122,7 +122,7 @@ def test_prefill_attention_matches_reference(
     check_close(case.prefill(library), expected, dtype)
 
 
-def test_decode_attention_of_many_lengths(library: Library) -> None:
+def test_decode_attention_with_many_lengths_matches_reference(library: Library) -> None:
     lengths = [*range(1, 40), *range(61, 68), *range(125, 132), *range(255, 258), 513]
     case = Case([(1, n - 1) for n in lengths], (2, 1, 8))
     expected = reference.decode_attention(case.q, widen_cache(case.cache), replace(case.batch, derived={}), case.spec)

@@ -66,7 +66,7 @@ def test_recording_runs_no_kernel() -> None:
     assert torch.equal(replay(graph), OPS.linear(x, weights, None, ()))
 
 
-def test_replay_of_wide_matrices_with_threads(restored_threads: None) -> None:
+def test_replay_of_wide_matrices_with_threads_matches_eager_run(restored_threads: None) -> None:
     torch.set_num_threads(4)
     weights = OPS.make_linear(torch.randn(1000, 300), None)
     x = torch.randn(ROWS, 300)

@@ -119,9 +119,9 @@ def test_mismatched_residual_is_rejected(library: Library) -> None:
 KINDS = [
     [],
     [],
-    [Field.FACTOR],
-    [Field.SHIFT],
-    [Field.FACTOR, Field.SHIFT],
+    [Field.OUTPUT_SCALE],
+    [Field.OUTPUT_BIAS],
+    [Field.OUTPUT_SCALE, Field.OUTPUT_BIAS],
 ]  # vectors of each adapter; 0 is the base model
 RUNS = [(0, 1), (1, 2), (2, 12), (3, 1), (4, 3), (2, 1)]  # adapter, tokens
 
@@ -142,7 +142,7 @@ def adapters(size: int, dtype: torch.dtype, runs: list[tuple[int, int]] = RUNS) 
         buffer=buffer.to(dtype),
         table=table,
         scales=torch.ones(len(KINDS), 3),
-        widths=torch.full((3, 2), size),
+        features=torch.full((3, 2), size),
         adapter_indices=torch.tensor(indices, dtype=torch.int32),
         host_table=table,
         bounds=[sum(length for _, length in runs[:count]) for count in range(len(runs) + 1)],

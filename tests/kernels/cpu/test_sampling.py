@@ -242,5 +242,5 @@ def test_too_small_masks_are_rejected(library: Library) -> None:
     for wrong in (words[:, :100], words[:3]):
         with pytest.raises(ValueError, match="do not cover 5003 tokens"):
             CpuOps(library).top_k_scores(logits, 5, wrong, numbers)
-    with pytest.raises(ValueError, match=r"mask numbers \(7,\) int64"):
+    with pytest.raises(ValueError, match=r"`mask_indices` \(7,\) int64"):
         CpuOps(library).top_k_scores(logits, 5, words, numbers[:6])

@@ -187,13 +187,13 @@ def test_alibi_slopes_use_triton(ops: HopperOps, cache_dtype: torch.dtype | None
 
 
 @pytest.mark.parametrize(("head_dim", "rotated"), [(80, 20), (80, 32), (256, 64), (64, 16), (128, 64), (96, 96)])
-def test_partial_rotary_dimensions(ops: HopperOps, head_dim: int, rotated: int) -> None:
+def test_decode_with_partial_rotary_matches_reference(ops: HopperOps, head_dim: int, rotated: int) -> None:
     check(ops, Paged(LENGTHS, 8, 4, head_dim, rotated=rotated), AttentionSpec(head_dim**-0.5))
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("heads", [(32, 8), (4, 4), (24, 2)], ids=str)
-def test_decode_float8_cache(ops: HopperOps, heads: tuple[int, int], head_dim: int) -> None:
+def test_decode_with_float8_cache_matches_reference(ops: HopperOps, heads: tuple[int, int], head_dim: int) -> None:
     for dtype, window in ((BF16, None), (FP16, 200)):
         paged = Paged(LENGTHS, *heads, head_dim, dtype, FP8)
         check(ops, paged, AttentionSpec(head_dim**-0.5, window, 0.5, 0.3))
@@ -201,11 +201,13 @@ def test_decode_float8_cache(ops: HopperOps, heads: tuple[int, int], head_dim: i
 
 @pytest.mark.parametrize("block_size", [1, 8, 16, 24, 256])
 @pytest.mark.parametrize("rotated", [0, 32, None])
-def test_block_sizes_with_partial_rotary(ops: HopperOps, block_size: int, rotated: int | None) -> None:
+def test_any_block_size_with_partial_rotary_matches_reference(
+    ops: HopperOps, block_size: int, rotated: int | None
+) -> None:
     check(ops, Paged(LENGTHS, block_size=block_size, rotated=rotated), AttentionSpec(0.1))
 
 
-def test_interleaved_qkv_heads(ops: HopperOps) -> None:
+def test_decode_with_interleaved_qkv_heads_matches_reference(ops: HopperOps) -> None:
     """Query, key and value are interleaved per head, as in GPT-NeoX."""
     paged = Paged(LENGTHS, 8, 8, 64, rotated=16)
     spec = AttentionSpec(0.125)
@@ -218,7 +220,9 @@ def test_interleaved_qkv_heads(ops: HopperOps) -> None:
 
 @pytest.mark.parametrize("lengths", [[32768], [32768, 5, 20000], [8192] * 3 + [8193, 8194], [1] * 300])
 @pytest.mark.parametrize("cache_dtype", [None, FP8])
-def test_long_contexts_and_large_batches(ops: HopperOps, lengths: list[int], cache_dtype: torch.dtype | None) -> None:
+def test_long_contexts_and_large_batches_match_reference(
+    ops: HopperOps, lengths: list[int], cache_dtype: torch.dtype | None
+) -> None:
     check(ops, Paged(lengths, cache_dtype=cache_dtype), AttentionSpec(128**-0.5))
 
 
@@ -244,7 +248,7 @@ def test_decode_bits_are_batch_invariant(ops: HopperOps, cache_dtype: torch.dtyp
             assert torch.equal(alone[0], together[row])
 
 
-def test_graph_replay_with_other_lengths(ops: HopperOps) -> None:
+def test_graph_replay_with_different_lengths(ops: HopperOps) -> None:
     """Replay a graph with several layers for other lengths, blocks and padding."""
     batches = [Paged([(37 * row + 411 * step) % 2000 for row in range(70)], width=130, seed=step) for step in range(3)]
     spec, held = AttentionSpec(0.1), batches[0]

@@ -34,7 +34,7 @@ def ops() -> HopperOps:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tokens", [1, 64, 65, 128, 129, 256, 257, 300, 1000, 2500])
 @pytest.mark.parametrize(("inputs", "widths"), [(1024, (1024, 256, 256)), (520, (136,)), (512, (2048, 2048))])
-def test_linear_with_any_number_of_tokens(
+def test_linear_with_any_number_of_tokens_matches_reference(
     ops: HopperOps, inputs: int, widths: Sequence[int], tokens: int, bias: bool, dtype: torch.dtype
 ) -> None:
     world = LinearCase(inputs, widths, make_adapters(9, len(widths)), dtype=dtype, bias=bias, seed=tokens)
@@ -85,7 +85,7 @@ def test_rms_norm_matches_reference_within_last_bit(ops: HopperOps, rows: int, w
 
 
 @pytest.mark.parametrize("rows", [3, 64])
-def test_rms_norm_with_factors_and_shifts(ops: HopperOps, rows: int) -> None:
+def test_rms_norm_applies_output_scale_and_bias(ops: HopperOps, rows: int) -> None:
     world = LinearCase(64, (1024,), [Adapter([0], vectors=True), Adapter([8])])
     x, weight = world.normal(rows, 1024), world.normal(1024)
     indices = draw_adapters(rows, 2, 5)
@@ -97,7 +97,7 @@ def test_rms_norm_with_factors_and_shifts(ops: HopperOps, rows: int) -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("width", [3584, 5120, 2304])
-def test_rms_norm_float32_weight(ops: HopperOps, width: int, dtype: torch.dtype) -> None:
+def test_rms_norm_with_float32_weight_matches_reference(ops: HopperOps, width: int, dtype: torch.dtype) -> None:
     """Gemma multiplies by the weight in float32 before rounding, so it uses the Triton kernel."""
     x, residual = (torch.randn(16, width, device="cuda").to(dtype) for _ in range(2))
     weight, eps = 1 + 0.1 * torch.randn(width, device="cuda"), torch.tensor(1e-6, device="cuda")

@@ -129,7 +129,7 @@ def prefill() -> PrefillAttention:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("heads", [(2, 2), (8, 2), (8, 1), (14, 2)])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_prefill_odd_lengths(
+def test_prefill_of_odd_lengths_matches_reference(
     prefill: PrefillAttention,
     head_dim: int,
     heads: tuple[int, int],
@@ -145,7 +145,9 @@ def test_prefill_odd_lengths(
 @gpu
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("block_size", [8, 16, 24, 32, 64, 128, 256])
-def test_prefill_block_sizes(prefill: PrefillAttention, block_size: int, head_dim: int) -> None:
+def test_prefill_with_any_block_size_matches_reference(
+    prefill: PrefillAttention, block_size: int, head_dim: int
+) -> None:
     prompts = make_prompts(MIXED, head_dim=head_dim, block_size=block_size, seed=block_size)
     spec = AttentionSpec(head_dim**-0.5)
     check(prompts, attend(prefill, prompts, spec), spec)
@@ -154,14 +156,16 @@ def test_prefill_block_sizes(prefill: PrefillAttention, block_size: int, head_di
 @gpu
 @pytest.mark.parametrize("window", [None, 4096])
 @pytest.mark.parametrize("shapes", [[(8329, 0)], [(2048, 8000), (3000, 0), (700, 4001)]])
-def test_prefill_long_sequences(prefill: PrefillAttention, shapes: Shapes, window: int | None) -> None:
+def test_prefill_of_long_sequences_matches_reference(
+    prefill: PrefillAttention, shapes: Shapes, window: int | None
+) -> None:
     prompts = make_prompts(shapes, heads=(4, 1))
     spec = AttentionSpec(128**-0.5, window)
     check(prompts, attend(prefill, prompts, spec), spec)
 
 
 @gpu
-def test_prefill_large_scores(prefill: PrefillAttention) -> None:
+def test_prefill_with_large_scores_matches_reference(prefill: PrefillAttention) -> None:
     """Scores far from zero: softmax depends only on differences."""
     for factor in (30.0, 1e-3):
         prompts = make_prompts([(700, 0), (200, 300)], dtype=FP16)
@@ -170,7 +174,7 @@ def test_prefill_large_scores(prefill: PrefillAttention) -> None:
 
 
 @gpu
-def test_lengths_are_read_from_the_device_where_the_host_has_none(prefill: PrefillAttention) -> None:
+def test_lengths_are_read_from_device_without_host_lengths(prefill: PrefillAttention) -> None:
     prompts, spec = make_prompts(MIXED), AttentionSpec(128**-0.5)
     unknown = replace(prompts, batch=replace(prompts.batch, host_lengths=None, derived={}))
     assert torch.equal(attend(prefill, prompts, spec), attend(prefill, unknown, spec))

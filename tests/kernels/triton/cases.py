@@ -61,7 +61,7 @@ def empty_table(num_adapters: int, num_targets: int) -> torch.Tensor:
     return table
 
 
-def make_batch(buffer: torch.Tensor, table: torch.Tensor, widths: Sequence[tuple[int, int]], runs: Runs) -> LoraBatch:
+def make_batch(buffer: torch.Tensor, table: torch.Tensor, features: Sequence[tuple[int, int]], runs: Runs) -> LoraBatch:
     device = buffer.device
     indices = [adapter for adapter, length in runs for _ in range(length)]
     scales = torch.arange(table[..., 0].numel()).view(table.shape[:2]) % 5 * 0.25 + 0.25
@@ -69,7 +69,7 @@ def make_batch(buffer: torch.Tensor, table: torch.Tensor, widths: Sequence[tuple
         buffer=buffer,
         table=table.to(device),
         scales=scales.to(device),
-        widths=torch.tensor(widths, device=device),
+        features=torch.tensor(features, device=device),
         adapter_indices=torch.tensor(indices, dtype=torch.int32, device=device),
         host_table=table,
         bounds=[sum(length for _, length in runs[:count]) for count in range(len(runs) + 1)],
@@ -84,12 +84,12 @@ def lora_batch(
     *,
     device: torch.device,
     dtype: torch.dtype,
-    factors: Sequence[int] = (),
-    shifts: Sequence[int] = (),
+    output_scales: Sequence[int] = (),
+    output_biases: Sequence[int] = (),
 ) -> LoraBatch:
     """Make a batch: adapter `i + 1` has rank `ranks[i][slice]`, repeated if there are fewer ranks than slices.
 
-    `factors` and `shifts` list adapters with vectors. The layer's targets start at `FIRST_TARGET`.
+    `output_scales` and `output_biases` list adapters with vectors. The layer's targets start at `FIRST_TARGET`.
     """
     inputs, outputs = layer
     buffer, table, seed = NanBuffer(dtype), empty_table(len(ranks), FIRST_TARGET + len(outputs)), 100
@@ -100,21 +100,21 @@ def lora_batch(
             if rank:
                 fields[Field.A] = buffer.add(normal(rank, inputs, seed=seed) / math.sqrt(inputs))
                 fields[Field.B] = buffer.add(normal(rank, width, seed=seed + 1) / math.sqrt(rank))
-            for having, field in ((factors, Field.FACTOR), (shifts, Field.SHIFT)):
+            for having, field in ((output_scales, Field.OUTPUT_SCALE), (output_biases, Field.OUTPUT_BIAS)):
                 if adapter in having:
                     fields[field] = buffer.add(normal(width, seed=seed + field))
-    widths = [(inputs, inputs)] * FIRST_TARGET + [(inputs, width) for width in outputs]
-    return make_batch(buffer.join(device), table, widths, runs)
+    features = [(inputs, inputs)] * FIRST_TARGET + [(inputs, width) for width in outputs]
+    return make_batch(buffer.join(device), table, features, runs)
 
 
 FIRST_TARGET = 2
 
 
 def targets_of(layer: Layer) -> list[LoraTarget]:
-    widths = layer[1]
+    features = layer[1]
     return [
-        LoraTarget(FIRST_TARGET + index, slice(sum(widths[:index]), sum(widths[: index + 1])))
-        for index in range(len(widths))
+        LoraTarget(FIRST_TARGET + index, slice(sum(features[:index]), sum(features[: index + 1])))
+        for index in range(len(features))
     ]
 
 
@@ -183,7 +183,7 @@ def widened(batch: LoraBatch) -> LoraBatch:
         buffer=batch.buffer.float().cpu(),
         table=batch.table.cpu(),
         scales=batch.scales.cpu(),
-        widths=batch.widths.cpu(),
+        features=batch.features.cpu(),
         adapter_indices=batch.adapter_indices.cpu(),
         derived={},
     )

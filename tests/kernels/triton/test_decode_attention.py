@@ -75,17 +75,17 @@ def test_decode_matches_float64(dtype: torch.dtype, window: int | None, device: 
 
 
 @pytest.mark.parametrize("heads", HEADS)
-def test_decode_odd_head_shapes(heads: tuple[int, int, int], device: torch.device) -> None:
+def test_decode_with_odd_head_shapes_matches_reference(heads: tuple[int, int, int], device: torch.device) -> None:
     check_decode(device, [7, 40], heads=heads)
 
 
 @pytest.mark.parametrize("block_size", choose_cases([24, 1, 16, 256], [24, 1, 16, 256], fast=1))
-def test_decode_block_sizes(block_size: int, device: torch.device) -> None:
+def test_decode_with_any_block_size_matches_reference(block_size: int, device: torch.device) -> None:
     check_decode(device, [7, 40, 24], block_size=block_size)
 
 
 @pytest.mark.parametrize("dtype", choose_cases([BF16, FP16], DTYPES, fast=1))
-def test_decode_float8_cache(dtype: torch.dtype, device: torch.device) -> None:
+def test_decode_with_float8_cache_matches_reference(dtype: torch.dtype, device: torch.device) -> None:
     check_decode(device, [7, 40], dtype=dtype, cache_dtype=FP8, spec=AttentionSpec(0.3, None, 0.5, 0.3))
 
 
@@ -106,14 +106,14 @@ def test_padding_rows_are_zero(lengths: list[int], device: torch.device) -> None
 
 
 @pytest.mark.parametrize(("window", "soft_cap"), [(None, 2.0), pytest.param(20, 0.5, marks=pytest.mark.slow)])
-def test_decode_soft_cap(window: int | None, soft_cap: float, device: torch.device) -> None:
+def test_decode_with_soft_cap_matches_reference(window: int | None, soft_cap: float, device: torch.device) -> None:
     spec = AttentionSpec(0.9, window, 0.5, 0.3, soft_cap)
     check_decode(device, [7, 40], spec=spec)
     check_decode(device, [7, 40], spec=spec, cache_dtype=FP8)
 
 
 @pytest.mark.parametrize(("window", "soft_cap"), [(None, None), pytest.param(20, 2.0, marks=pytest.mark.slow)])
-def test_decode_alibi_slopes(
+def test_decode_with_alibi_slopes_matches_reference(
     window: int | None, soft_cap: float | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decode_attention_module, "SPLIT_TOKENS", 16)
@@ -149,7 +149,7 @@ def test_decode_bits_are_batch_invariant(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_int32_and_int64_lengths(dtype: torch.dtype, device: torch.device) -> None:
+def test_int32_and_int64_lengths_give_equal_results(dtype: torch.dtype, device: torch.device) -> None:
     batch, num_blocks = make_batch([(1, 8), (1, 20)], 8)
     kv = fill_cache(batch, (num_blocks, 2, 8, 16), torch.float32, stale=STALE_VALUE, seed=1)
     narrow = PagedBatch(batch.block_tables, batch.input_lengths.to(dtype), batch.cache_lengths.to(dtype), batch.slots)
@@ -166,7 +166,9 @@ def test_int32_and_int64_lengths(dtype: torch.dtype, device: torch.device) -> No
 @pytest.mark.parametrize(
     ("heads", "dtype", "block_size"), list(zip(MODEL_HEADS, DTYPES * 2, [16, 32] * 3, strict=True))
 )
-def test_decode_model_shapes(dtype: torch.dtype, heads: tuple[int, int, int], block_size: int) -> None:
+def test_decode_of_model_shapes_matches_reference(
+    dtype: torch.dtype, heads: tuple[int, int, int], block_size: int
+) -> None:
     device = torch.device("cuda")
     for lengths in (
         [20000 if heads[2] > 128 else 32768],
@@ -189,7 +191,7 @@ def decode_step(q: torch.Tensor, kv: LayerCache, batch: PagedBatch, new: torch.T
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_seqs", [4, 1100])
-def test_graph_replay_with_other_lengths_and_blocks(num_seqs: int) -> None:
+def test_graph_replay_with_different_lengths_and_blocks(num_seqs: int) -> None:
     device = torch.device("cuda")
     batches = [
         make_batch(

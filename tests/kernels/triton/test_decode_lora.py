@@ -86,11 +86,17 @@ def test_linear_applies_adapter_of_each_row(
 
 
 @pytest.mark.parametrize(("layer", "dtype", "ranks"), VECTOR_CASES, ids=str)
-def test_linear_with_factors_shifts_and_biases(
+def test_linear_applies_output_scales_and_biases(
     device: torch.device, layer: Layer, dtype: torch.dtype, ranks: str
 ) -> None:
     batch = lora_batch(
-        layer, RUNS["groups"], RANKS[ranks], device=device, dtype=dtype, factors=[1, 2, 3], shifts=[2, 3, 4]
+        layer,
+        RUNS["groups"],
+        RANKS[ranks],
+        device=device,
+        dtype=dtype,
+        output_scales=[1, 2, 3],
+        output_biases=[2, 3, 4],
     )
     check_linear(layer, batch, bias=True)
 
@@ -98,7 +104,9 @@ def test_linear_with_factors_shifts_and_biases(
 @pytest.mark.parametrize("dtype", choose_cases([BF16], DTYPES), ids=str)
 def test_add_lora_changes_only_target_columns(device: torch.device, dtype: torch.dtype) -> None:
     layer = SMALL_LAYERS[1]
-    batch = lora_batch(layer, RUNS["groups"], MIXED_RANKS, device=device, dtype=dtype, factors=[1], shifts=[2])
+    batch = lora_batch(
+        layer, RUNS["groups"], MIXED_RANKS, device=device, dtype=dtype, output_scales=[1], output_biases=[2]
+    )
     x, width = inputs_of(layer, batch), sum(layer[1])
     out = normal(len(x), width + 8, seed=3, dtype=dtype).to(device)
     before, expected = out.clone(), out[:, :width].float().cpu()
@@ -110,7 +118,7 @@ def test_add_lora_changes_only_target_columns(device: torch.device, dtype: torch
     assert torch.equal(out[is_base], before[is_base])
 
 
-def test_nan_rows_and_adapters_do_not_affect_others(device: torch.device) -> None:
+def test_nan_rows_and_adapters_do_not_affect_other_rows(device: torch.device) -> None:
     layer = SMALL_LAYERS[0]
     runs: Runs = [(1, 3), (3, 2), (0, 1), (4, 2), (3, 1)]
     batch = lora_batch(layer, runs, MIXED_RANKS, device=device, dtype=BF16)
@@ -144,7 +152,7 @@ def test_lora_bits_are_independent_of_adapter_mix(device: torch.device, dtype: t
     found = []
     row, base = normal(layer[0], seed=5, dtype=dtype), normal(sum(layer[1]), seed=6, dtype=dtype)
     for seed, (runs, place) in enumerate(mixes):
-        batch = lora_batch(layer, runs, MIXED_RANKS, device=device, dtype=dtype, factors=[3])
+        batch = lora_batch(layer, runs, MIXED_RANKS, device=device, dtype=dtype, output_scales=[3])
         x = inputs_of(layer, batch, seed)
         out = normal(20, sum(layer[1]), seed=seed, dtype=dtype).to(device)
         x[place], out[place] = row.to(device), base.to(device)
@@ -184,7 +192,7 @@ def test_changed_batch_is_planned_in_place(device: torch.device) -> None:
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
 def test_graph_replay_with_any_adapter_mix(device: torch.device, layer: Layer) -> None:
     ops, targets, weights = TritonOps(), targets_of(layer), linear_weights(layer, BF16, device, bias=True)
-    made = lora_batch(layer, [(1, 64)], MIXED_RANKS, device=device, dtype=BF16, factors=[1, 3], shifts=[2])
+    made = lora_batch(layer, [(1, 64)], MIXED_RANKS, device=device, dtype=BF16, output_scales=[1, 3], output_biases=[2])
     batch = replace(made, host_table=torch.zeros(0), bounds=[], adapters=[])
     x = inputs_of(layer, batch)
     ops.refresh_lora_plan(batch, batch)

@@ -39,15 +39,15 @@ class Adapter(NamedTuple):
     rank: int = 0
     row_ids: tuple[int, ...] = ()  # token IDs relative to the rank's first token
     new: int = 0
-    has_factor: bool = False
-    has_shift: bool = False
+    has_output_scale: bool = False
+    has_output_bias: bool = False
 
 
 ADAPTERS = [
     Adapter(rank=8),
-    Adapter(rank=24, row_ids=(0, 3, 4, 17, 29), has_factor=True),
-    Adapter(row_ids=tuple(range(1, 30, 2)), new=3, has_shift=True),
-    Adapter(rank=3, row_ids=(5,), new=1, has_factor=True, has_shift=True),
+    Adapter(rank=24, row_ids=(0, 3, 4, 17, 29), has_output_scale=True),
+    Adapter(row_ids=tuple(range(1, 30, 2)), new=3, has_output_bias=True),
+    Adapter(rank=3, row_ids=(5,), new=1, has_output_scale=True, has_output_bias=True),
     Adapter(row_ids=tuple(range(30))),
     Adapter(),
 ]
@@ -67,7 +67,10 @@ def embedding_batch(width: int, runs: Runs, dtype: torch.dtype, device: torch.de
             fields[Field.ROWS] = buffer.add(normal(len(adapter.row_ids), width, seed=seed + 2))
         if adapter.new:
             fields[Field.NEW_ROWS] = buffer.add(normal(adapter.new, width, seed=seed + 3))
-        for has, field in ((adapter.has_factor, Field.FACTOR), (adapter.has_shift, Field.SHIFT)):
+        for has, field in (
+            (adapter.has_output_scale, Field.OUTPUT_SCALE),
+            (adapter.has_output_bias, Field.OUTPUT_BIAS),
+        ):
             if has:
                 fields[field] = buffer.add(normal(width, seed=seed + 4 + field))
     return make_batch(buffer.join(device), table, [(HELD, width)] * 3, runs)
@@ -89,10 +92,10 @@ def expected_rows(rows: torch.Tensor, ids: list[int], batch: LoraBatch, adds_new
         if 0 <= local < HELD and adapter.rank:
             low_rank = take(Field.A, local, adapter.rank) * float(batch.scales[index, TARGET])
             out[place] += low_rank @ buffer[fields[Field.B] :][: adapter.rank * width].view(-1, width)
-        if adapter.has_factor:
-            out[place] *= take(Field.FACTOR, 0)
-        if adapter.has_shift:
-            out[place] += take(Field.SHIFT, 0)
+        if adapter.has_output_scale:
+            out[place] *= take(Field.OUTPUT_SCALE, 0)
+        if adapter.has_output_bias:
+            out[place] += take(Field.OUTPUT_BIAS, 0)
         if adds_new_rows and adapter.new and token >= VOCAB:
             out[place] = take(Field.NEW_ROWS, token - VOCAB)
     return out
@@ -132,5 +135,5 @@ def test_rank_without_vocabulary_has_only_new_rows(device: torch.device) -> None
     target = EmbeddingTarget(TARGET, range(VOCAB, VOCAB), VOCAB, True)
     TritonOps().adapt_embedding(rows, torch.tensor([5, 70, 69], device=device), batch, target)
     fields, buffer = batch.host_table[4, TARGET], batch.buffer
-    shift, new = (buffer[fields[field] :][:40] for field in (Field.SHIFT, Field.NEW_ROWS))
-    assert torch.equal(rows, torch.stack([shift, new, shift]))
+    bias, new = (buffer[fields[field] :][:40] for field in (Field.OUTPUT_BIAS, Field.NEW_ROWS))
+    assert torch.equal(rows, torch.stack([bias, new, bias]))

@@ -77,7 +77,7 @@ def test_write_kv_skips_tokens_without_slot(by: str, index_dtype: torch.dtype, d
     check_write(batch, num_blocks, kv, (2, 16), torch.float32, device)
 
 
-def test_write_kv_without_tokens(device: torch.device) -> None:
+def test_write_kv_without_tokens_changes_nothing(device: torch.device) -> None:
     none = torch.zeros(0, dtype=torch.long)
     batch = PagedBatch(torch.zeros(1, 1, dtype=torch.int32), torch.tensor([1]), torch.tensor([0]), none, none)
     check_write(batch, 1, normal(1, 6, 16, seed=1), (2, 16), torch.float32, device)
@@ -165,7 +165,9 @@ def test_rotate_and_write_stores_only_selected_tokens(device: torch.device) -> N
 @pytest.mark.gpu
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, FP8])
 @pytest.mark.parametrize(("heads", "turning"), [((32, 8, 128), 128), ((32, 32, 80), 32), ((8, 1, 256), 256)])
-def test_rotate_and_write_model_shapes(heads: tuple[int, int, int], turning: int, cache_dtype: torch.dtype) -> None:
+def test_rotate_and_write_of_model_shapes_matches_reference(
+    heads: tuple[int, int, int], turning: int, cache_dtype: torch.dtype
+) -> None:
     batch, num_blocks = make_batch([(100, 0), (1, 30), (0, 0)], 8)
     check_rotation(batch, num_blocks, heads, turning, (torch.bfloat16, cache_dtype), torch.device("cuda"))
 

@@ -50,7 +50,7 @@ def test_float32_weight_multiplies_before_rounding(dtype: torch.dtype, device: t
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rms_norm_strided_heads(dtype: torch.dtype, device: torch.device) -> None:
+def test_rms_norm_of_strided_heads_matches_reference(dtype: torch.dtype, device: torch.device) -> None:
     x, weight = normal(4, 6, 16, seed=1, dtype=dtype), normal(16, seed=2, dtype=dtype)
     expected, _ = reference.rms_norm(x[:, 1:4], None, weight, EPS)
     given = x.to(device)
@@ -77,18 +77,20 @@ def test_layer_norm_matches_reference(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_layer_norm_strided_heads(dtype: torch.dtype, device: torch.device) -> None:
+def test_layer_norm_of_strided_heads_matches_reference(dtype: torch.dtype, device: torch.device) -> None:
     x, weight = normal(4, 6, 16, seed=1, dtype=dtype), normal(16, seed=2, dtype=dtype)
     expected = reference.layer_norm(x[:, 1:4], weight, None, 1e-5)
     check_close(layer_norm(x.to(device)[:, 1:4], weight.to(device), None, 1e-5), expected)
 
 
 def adapters(size: int, dtype: torch.dtype, device: torch.device) -> LoraBatch:
-    """Make four adapters: without vectors, with a factor, a shift, or both. NaN surrounds the vectors."""
+    """Make four adapters: without vectors, with an output scale, an output bias, or both. NaN surrounds the vectors."""
     buffer = torch.full((7 * size,), math.nan)
     table = torch.full((5, 3, len(Field)), -1)
     at = 0
-    for adapter, fields in enumerate([[], [], [Field.FACTOR], [Field.SHIFT], [Field.FACTOR, Field.SHIFT]]):
+    for adapter, fields in enumerate(
+        [[], [], [Field.OUTPUT_SCALE], [Field.OUTPUT_BIAS], [Field.OUTPUT_SCALE, Field.OUTPUT_BIAS]]
+    ):
         for field in fields:
             at += size // 2
             buffer[at : at + size] = normal(size, seed=adapter * 10 + field)
@@ -100,7 +102,7 @@ def adapters(size: int, dtype: torch.dtype, device: torch.device) -> LoraBatch:
         buffer=buffer.to(device, dtype),
         table=table.to(device),
         scales=torch.ones(5, 3, device=device),
-        widths=torch.full((3, 2), size, device=device),
+        features=torch.full((3, 2), size, device=device),
         adapter_indices=indices.to(device),
         host_table=table,
         bounds=[0, 1, 2, 4, 5, 6],
@@ -169,7 +171,7 @@ def test_rotary_matches_reference(dtype: torch.dtype, heads: int, dim: int, turn
 @pytest.mark.parametrize(
     ("size", "dtype"), list(zip([128, 896, 896, 4096, 4096, 5120, 16384, 16384], DTYPES * 3, strict=False))
 )
-def test_rms_norm_model_shapes(dtype: torch.dtype, size: int) -> None:
+def test_rms_norm_of_model_shapes_matches_reference(dtype: torch.dtype, size: int) -> None:
     x, residual = (normal(70, size, seed=seed, dtype=dtype) for seed in (1, 2))
     weight = normal(size, seed=3, dtype=dtype)
     expected = reference.rms_norm(x, residual, weight, EPS)
@@ -183,7 +185,7 @@ def test_rms_norm_model_shapes(dtype: torch.dtype, size: int) -> None:
 @pytest.mark.parametrize(
     ("size", "dtype"), list(zip([64, 768, 768, 4096, 4096, 5120, 16384, 16384], DTYPES * 3, strict=False))
 )
-def test_layer_norm_model_shapes(dtype: torch.dtype, size: int) -> None:
+def test_layer_norm_of_model_shapes_matches_reference(dtype: torch.dtype, size: int) -> None:
     shapes = [(70, size), (size,), (size,)]
     x, weight, bias = (normal(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes))
     expected = reference.layer_norm(x.float(), weight.float(), bias.float(), 1e-5)
@@ -214,7 +216,7 @@ def test_rotary_rounding_matches_reference(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-def test_norm_graph_replay_with_other_adapters() -> None:
+def test_norm_graph_replay_with_different_adapters() -> None:
     device = torch.device("cuda")
     x, weight, eps = (tensor.cuda() for tensor in (normal(6, 20, seed=1), normal(20, seed=2), EPS))
     lora, targets = adapters(20, x.dtype, device), [LoraTarget(1, slice(0, 20))]

@@ -66,14 +66,14 @@ class Case:
 @pytest.mark.parametrize(
     ("window", "cache_dtype", "soft_cap"), pairwise_cases([None, 4, 1], [FP32, FP8], [None, 2.0]), ids=str
 )
-def test_prefill_mixed_lengths(
+def test_prefill_of_mixed_lengths_matches_reference(
     window: int | None, cache_dtype: torch.dtype, soft_cap: float | None, device: torch.device
 ) -> None:
     Case(MIXED, (4, 2, 16), FP32, cache_dtype).check(AttentionSpec(0.3, window, 0.5, 0.25, soft_cap), device)
 
 
 @pytest.mark.parametrize(("window", "cache_dtype", "soft_cap"), [(None, FP32, None), (4, FP8, 2.0)], ids=str)
-def test_alibi_slopes(
+def test_prefill_with_alibi_slopes_matches_reference(
     window: int | None, cache_dtype: torch.dtype, soft_cap: float | None, device: torch.device
 ) -> None:
     spec = AttentionSpec(0.3, window, 0.5, 0.25, soft_cap, torch.tensor([0.5, 0.02, -0.1, 0.0], device=device))
@@ -93,7 +93,7 @@ def test_alibi_slopes(
         fast=2,
     ),
 )
-def test_prefill_longer_prompts(
+def test_prefill_of_longer_prompts_matches_reference(
     heads: Heads, dtype: torch.dtype, window: int | None, block_size: int, device: torch.device
 ) -> None:
     shapes = [(40, 30), (2, 33), (17, 0), (16, 16), (1, 40)]
@@ -297,7 +297,7 @@ def test_given_prompts_use_only_host_lengths(device: torch.device) -> None:
         ((4, 2, 256), FP32, FP8, 100, None),
     ],
 )
-def test_prefill_model_shapes(
+def test_prefill_of_model_shapes_matches_reference(
     heads: Heads, dtype: torch.dtype, cache_dtype: torch.dtype, window: int | None, soft_cap: float | None
 ) -> None:
     device = torch.device("cuda")
@@ -313,7 +313,9 @@ def test_prefill_model_shapes(
     ("heads", "dtype", "cache_dtype"),
     [((32, 32, 128), BF16, BF16), ((16, 16, 64), FP16, FP16), ((12, 12, 112), BF16, BF16), ((8, 8, 80), BF16, FP8)],
 )
-def test_prefill_model_shapes_with_alibi(heads: Heads, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+def test_prefill_of_model_shapes_with_alibi_matches_reference(
+    heads: Heads, dtype: torch.dtype, cache_dtype: torch.dtype
+) -> None:
     device = torch.device("cuda")
     slopes = torch.tensor([2.0 ** (-8 * (head + 1) / heads[0]) for head in range(heads[0])], device=device)
     case = Case([(700, 0), (1, 600), (130, 333), (2, 1000)], heads, dtype, cache_dtype, 16)

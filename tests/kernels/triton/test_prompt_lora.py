@@ -115,13 +115,13 @@ def test_linear_applies_adapter_of_each_token(
 
 
 @pytest.mark.parametrize(("layer", "dtype", "is_long"), VECTOR_CASES, ids=str)
-def test_linear_with_factors_shifts_and_biases(
+def test_linear_applies_output_scales_and_biases(
     device: torch.device, layer: Layer, dtype: torch.dtype, is_long: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_long:
         treat_as_long_prompts(monkeypatch)
     batch = lora_batch(
-        layer, RUNS["groups"], MIXED_RANKS, device=device, dtype=dtype, factors=[1, 2, 3], shifts=[2, 3, 4]
+        layer, RUNS["groups"], MIXED_RANKS, device=device, dtype=dtype, output_scales=[1, 2, 3], output_biases=[2, 3, 4]
     )
     check_linear(layer, batch, bias=True)
 
@@ -156,7 +156,9 @@ def check_gated(layer: Layer, batch: LoraBatch, name: str) -> None:
 def test_gate_applies_adapter_of_each_token(
     device: torch.device, layer: Layer, dtype: torch.dtype, ranks: str, runs: str, name: str
 ) -> None:
-    batch = lora_batch(layer, RUNS[runs], RANKS[ranks], device=device, dtype=dtype, factors=[1, 3], shifts=[3, 4])
+    batch = lora_batch(
+        layer, RUNS[runs], RANKS[ranks], device=device, dtype=dtype, output_scales=[1, 3], output_biases=[3, 4]
+    )
     check_gated(layer, batch, name)
 
 
@@ -165,7 +167,7 @@ def test_gated_prompt_lora_matches_reference(device: torch.device, ranks: str, m
     treat_as_long_prompts(monkeypatch)
     layer, of_adapters = SMALL_LAYERS[2], MIXED_RANKS if ranks == "mixed" else [[0]] * 5
     check_gated(
-        layer, lora_batch(layer, RUNS["groups"], of_adapters, device=device, dtype=BF16, factors=[1, 3]), "relu"
+        layer, lora_batch(layer, RUNS["groups"], of_adapters, device=device, dtype=BF16, output_scales=[1, 3]), "relu"
     )
 
 
@@ -195,7 +197,7 @@ def test_graph_batch_adapters_are_refreshed_in_place(
         ranks = [[16, 0, 5], [0], [3, 16, 1], [9], [8]]
         monkeypatch.setattr("lorax_server.kernels.ops.GRAPH_RANK", 16)
     ops, targets, weights = TritonOps(), targets_of(layer), linear_weights(layer, BF16, device, bias=True)
-    made = lora_batch(layer, PROMPT_GROUPS, ranks, device=device, dtype=BF16, factors=[2, 3], shifts=[2])
+    made = lora_batch(layer, PROMPT_GROUPS, ranks, device=device, dtype=BF16, output_scales=[2, 3], output_biases=[2])
     num_tokens, activation = len(made.adapter_indices), activation_of("silu")
     batch = replace(made, host_table=torch.zeros(0), bounds=[], adapters=[], in_graph=True, derived={})
     x = inputs_of(layer, batch)
@@ -220,7 +222,7 @@ def test_graph_batch_adapters_are_refreshed_in_place(
 
 
 @pytest.mark.slow
-def test_nan_tokens_and_adapters_do_not_affect_others(device: torch.device) -> None:
+def test_nan_tokens_and_adapters_do_not_affect_other_tokens(device: torch.device) -> None:
     layer = SMALL_LAYERS[2]
     more = 1 if IS_INTERPRETED else 130  # large enough for the prompt kernels
     runs: Runs = [(1, 9), (3, 20), (0, 5), (4, 6), (3, more), (1, more)]

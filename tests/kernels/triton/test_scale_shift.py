@@ -1,4 +1,4 @@
-"""Adapter factors and shifts as a separate op."""
+"""Output scales and output biases as a separate op."""
 
 import pytest
 import torch
@@ -39,11 +39,19 @@ CASES = choose_cases(
 
 
 @pytest.mark.parametrize(("layer", "dtype", "vectors", "runs"), CASES, ids=str)
-def test_factor_is_applied_before_shift(
+def test_output_scale_is_applied_before_output_bias(
     device: torch.device, layer: Layer, dtype: torch.dtype, vectors: tuple[list[int], list[int]], runs: str
 ) -> None:
-    factors, shifts = vectors
-    batch = lora_batch(layer, RUNS[runs], [[0]] * 5, device=device, dtype=dtype, factors=factors, shifts=shifts)
+    output_scales, output_biases = vectors
+    batch = lora_batch(
+        layer,
+        RUNS[runs],
+        [[0]] * 5,
+        device=device,
+        dtype=dtype,
+        output_scales=output_scales,
+        output_biases=output_biases,
+    )
     width, targets = sum(layer[1]), targets_of(layer)
     out = normal(len(batch.adapter_indices), width + 8, seed=1, dtype=dtype).to(device)
     before, expected = out.clone(), out[:, :width].float().cpu()
@@ -51,5 +59,5 @@ def test_factor_is_applied_before_shift(
     reference.scale_and_shift(expected, widened(batch), targets)
     check_close(out[:, :width], expected, dtype)
     assert torch.equal(out[:, width:], before[:, width:])
-    is_same = [index not in (*factors, *shifts) for index in batch.adapter_indices.tolist()]
+    is_same = [index not in (*output_scales, *output_biases) for index in batch.adapter_indices.tolist()]
     assert torch.equal(out[is_same], before[is_same])

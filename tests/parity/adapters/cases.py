@@ -350,7 +350,7 @@ CASES = {
         },
     ),
     "everything": Case(
-        "many at once",
+        "several features combined",
         "llama-attention-bias",
         {
             "target_modules": "all-linear",
@@ -409,9 +409,7 @@ for base in OTHER_VARIANTS:
         f"{base}-saved": Case("modules_to_save: both", base, {"modules_to_save": ["lm_head", embedding, norm]}),
         f"{base}-added-tokens": Case("added tokens", base, vocab=VOCAB + 3),
     }
-CASES["opt-projection"] = Case(
-    "LoRA on projections around the layers", "opt-projection", {"target_modules": "all-linear"}
-)
+CASES["opt-projection"] = Case("input and output projections (OPT)", "opt-projection", {"target_modules": "all-linear"})
 CASES |= {
     "early-names": Case(
         "tensor names of early PEFT versions",
@@ -429,18 +427,18 @@ CASES |= {
         ),
     ),
     "wrapped-names": Case(
-        "tensor names with wrappers in front, as Ludwig's",
+        "tensor names with wrapper prefixes (Ludwig)",
         "llama-gqa",
         on("llama", "q_proj", "lm_head"),
         make=partial(save_renamed, lambda key: key.replace("base_model.model.", "base_model.model.base_model.model.")),
     ),
     "short-names": Case(
-        "tensor names without their first words",
+        "tensor names without leading components",
         "gpt2",
         make=partial(save_renamed, lambda key: key.removeprefix("base_model.model.transformer.")),
     ),
     "neox-embed-out": Case(
-        "tensor names that transformers has changed",
+        "tensor names renamed in newer transformers",
         "neox-parallel",
         on("neox", "query_key_value", "lm_head") | {"alpha_pattern": {"lm_head": 9}},
         make=partial(save_renamed, lambda key: key.replace(".lm_head.", ".embed_out.")),

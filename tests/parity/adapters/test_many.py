@@ -108,7 +108,7 @@ class Residency:
 
 
 @pytest.mark.slow
-def test_many_adapters_with_evictions(tmp_path: Path, device: torch.device) -> None:
+def test_adapters_match_peft_during_evictions(tmp_path: Path, device: torch.device) -> None:
     folders = write_many(tmp_path)
     model = make_model(BASE, device)
     targets = collect_adapter_targets(model)

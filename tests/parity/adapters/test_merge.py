@@ -111,7 +111,7 @@ def test_linear_merge_with_mixed_ranks_and_modules(tmp_path: Path, device: torch
     assert (our_logits(folders, merge, list(range(3, 20)), device, "llama-gqa") - expected).abs().max() < 1e-4
 
 
-def test_merging_on_gpt2(tmp_path: Path, device: torch.device) -> None:
+def test_gpt2_merge_matches_peft(tmp_path: Path, device: torch.device) -> None:
     merge = Merge((0.6, 0.6), "ties", 0.5)
     folders = write(tmp_path, [{"target_modules": ["c_attn"]}] * 2, "gpt2")
     expected = oracle_logits(peft_merged(folders, merge, "gpt2").to(device), list(range(3, 20)), 17, {})
@@ -143,7 +143,7 @@ def test_merge_rejects_dora_bias_and_saved_modules(settings: dict[str, Any], rea
 
 
 @pytest.mark.parametrize("name", ["ia3", "vera", "llama-gqa-ln-tuning"])
-def test_other_methods_are_not_merged(name: str, tmp_path: Path) -> None:
+def test_non_lora_methods_are_not_merged(name: str, tmp_path: Path) -> None:
     folders = [*write(tmp_path, [{}]), tmp_path / name]
     CASES[name].write(folders[1])
     kind = CASES[name].config.peft_type.value
@@ -168,7 +168,7 @@ def test_invalid_merge_parameters_are_rejected(arguments: dict[str, Any], reason
         Merge(**arguments)
 
 
-def test_merge_identity() -> None:
+def test_merge_identity_depends_on_all_parameters() -> None:
     merge = Merge((0.5, 0.5), "dare_ties", 0.5, seed=1)
     same = Merge((0.5, 0.5), "dare_ties", 0.5, seed=1)
     others = [

@@ -61,7 +61,7 @@ def compare(base: str, rows: list[tuple[int, int, list[int]]], batched: list[Any
 
 
 @pytest.mark.parametrize("base", ["llama-attention-bias", pytest.param("gpt2", marks=pytest.mark.slow)])
-def test_paged(base: str, tmp_path: Path, device: torch.device) -> None:
+def test_paged_batch_of_adapters_matches_single_requests(base: str, tmp_path: Path, device: torch.device) -> None:
     written = write_mixed(base, tmp_path)
     model = make_model(base, device, spread=SPREAD)
     arena = load_adapters(model, [folder for _, folder in written], device)
@@ -77,7 +77,7 @@ def test_paged(base: str, tmp_path: Path, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("base", slow_except(["neox-parallel"], PADDED))
-def test_padded(base: str, tmp_path: Path, device: torch.device) -> None:
+def test_padded_batch_of_adapters_matches_single_requests(base: str, tmp_path: Path, device: torch.device) -> None:
     written = write_mixed(base, tmp_path)
     served = make_model(base, device, spread=SPREAD)
     arena = load_adapters(served, [folder for _, folder in written], device)
@@ -133,7 +133,7 @@ def run_sharded_padded(group: ProcessGroup, base: str, folders: list[Path]) -> l
 
 
 @pytest.mark.parametrize("base", slow_except(["opt-pre-norm"], PADDED))
-def test_tensor_parallel_padded(base: str, tmp_path: Path, ranks: RankPool) -> None:
+def test_padded_batch_on_two_ranks_matches_one_rank(base: str, tmp_path: Path, ranks: RankPool) -> None:
     folders = [folder for _, folder in write_mixed(base, tmp_path)]
     rows = make_rows(base)
     model = make_model(base, CPU, spread=SPREAD)
@@ -145,7 +145,7 @@ def test_tensor_parallel_padded(base: str, tmp_path: Path, ranks: RankPool) -> N
 
 @pytest.mark.slow  # tests/parity/test_tensor_parallel.py covers base models
 @pytest.mark.parametrize("base", ["llama-attention-bias", "gpt2", "neox-parallel", "opt-pre-norm"])
-def test_tensor_parallel(base: str, tmp_path: Path, ranks: RankPool) -> None:
+def test_paged_batch_on_two_ranks_matches_one_rank(base: str, tmp_path: Path, ranks: RankPool) -> None:
     folders = [folder for _, folder in write_mixed(base, tmp_path)]
     rows = make_rows(base)
     replies = ranks.run(2, run_sharded, base, folders)

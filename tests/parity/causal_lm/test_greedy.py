@@ -55,7 +55,7 @@ def check(output: RequestOutput, expected: Sequence[int]) -> int:
 
 
 @pytest.mark.parametrize("name", slow_except(QUICK, SERVED))
-def test_joining_and_leaving_does_not_change_tokens(name: str, zoo: Zoo) -> None:
+def test_joining_and_leaving_requests_do_not_change_tokens(name: str, zoo: Zoo) -> None:
     oracle, lm = zoo.pair(name)
     outputs = join_and_leave(lm)
     assert len(outputs) == len(PROMPTS)
@@ -68,7 +68,7 @@ def test_joining_and_leaving_does_not_change_tokens(name: str, zoo: Zoo) -> None
 
 
 @pytest.mark.parametrize("name", slow_except(QUICK, SERVED))
-def test_prompts_of_all_lengths_in_one_batch(name: str, zoo: Zoo) -> None:
+def test_prompts_of_all_lengths_match_transformers_in_one_batch(name: str, zoo: Zoo) -> None:
     oracle, lm = zoo.pair(name)
     outputs = run(lm, *(request(i, prompt, 5) for i, prompt in enumerate(PROMPTS)))
     for prompt, output in zip(PROMPTS, outputs, strict=True):

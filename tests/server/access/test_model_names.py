@@ -85,6 +85,28 @@ def test_model_selects_adapter(model: str, expected: tuple[str, str]) -> None:
     assert selection.source == expected[0]
 
 
+def test_model_path_is_served_under_its_folder_name(tmp_path: Path) -> None:
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    names = ModelNames(str(folder))
+    assert (names.primary_name, names.listed_base_names) == ("my-model", ("my-model",))
+    for name in ("my-model", str(folder), f"{folder}:", ""):
+        assert names.select_model(name, None, None) == ModelSelection()
+    for name in ("my-model:owner/poet", f"{folder}:owner/poet"):
+        assert place(names.select_model(name, None, None)) == ("hub", "owner/poet")
+    assert ModelNames(f"{folder}/").primary_name == "my-model"
+    assert ModelNames(str(folder), ("pretty",)).listed_base_names == ("pretty",)
+    assert ModelNames(str(tmp_path / "missing")).primary_name == str(tmp_path / "missing")
+    (tmp_path / "tiny.gguf").touch()
+    assert ModelNames(str(tmp_path / "tiny.gguf")).primary_name == "tiny"
+
+
+def test_relative_model_path_is_served_under_its_folder_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my-model").mkdir()
+    monkeypatch.chdir(tmp_path / "my-model")
+    assert ModelNames(".").primary_name == "my-model"
+
+
 def test_listed_name_takes_precedence_over_base_prefix() -> None:
     names = make()
     names.add_alias("pretty:poet", "local", "another")
@@ -136,7 +158,7 @@ def test_spellings_of_local_path_select_same_adapter(name: str) -> None:
     assert make(static_adapter=("local", name), roots=[Path("/srv")]).base_selection.label == "poet"
 
 
-def test_names_in_other_sources_are_not_normalized() -> None:
+def test_only_local_paths_inside_roots_are_normalized() -> None:
     names = make()
     assert place(names.select_adapter_id("owner//name/", "hub", None)) == ("hub", "owner//name/")
     assert place(names.select_adapter_id("./key/", "s3", None)) == ("s3", "./key/")
@@ -177,7 +199,7 @@ def test_invalid_hub_name_is_rejected_without_lookup(model: str) -> None:
         make().select_model(model, None, None)
 
 
-def test_other_sources_accept_any_name() -> None:
+def test_non_hub_sources_accept_any_name() -> None:
     names = make(default_source="local")
     assert place(names.select_model("gpt-4", None, None)) == ("local", "gpt-4")
     assert names.select_adapter_id("gpt-4", None, None).access_keys == (AdapterKey("local", "gpt-4"),)

@@ -80,7 +80,7 @@ def test_request_above_total_limit_is_input_error(count: int) -> None:
         RateLimits(100).acquire(Key("k", max_concurrent=3), count)
 
 
-def test_key_at_limit_does_not_block_others() -> None:
+def test_key_at_limit_does_not_block_other_keys() -> None:
     rate_limits = RateLimits(10)
     limited = Key("limited", max_concurrent=2)
     permit = rate_limits.acquire(limited, 2)

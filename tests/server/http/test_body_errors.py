@@ -89,7 +89,11 @@ WRONG: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
     "no such token": (COMPLETIONS, complete(prompt=[10**6]), "prompt", "invalid_value", "beyond the vocabulary"),
     "a format": (
         *(CHAT, chat(response_format={"type": "xml"})),
-        *("response_format", "unsupported_parameter", "`response_format` 'xml' is not known here"),
+        *(
+            "response_format.type",
+            "unsupported_parameter",
+            "`response_format.type` must be 'text', 'json_object' or 'json_schema' (got 'xml')",
+        ),
     ),
 }
 

@@ -79,7 +79,7 @@ def test_lorax_status_and_error_type_per_error(error: Exception, status: int, ki
         (MissingVariableError("no"), 400, "invalid_request_error", "missing_template_variable"),
         (OverloadedError("no"), 429, "rate_limit_error", "rate_limit_exceeded"),
         (BusyError("no"), 503, "server_error", None),
-        (AdapterError("no"), 424, "invalid_request_error", None),
+        (AdapterError("no"), 400, "invalid_request_error", "invalid_adapter"),
         (AdapterNotFoundError("no"), 404, "not_found_error", "model_not_found"),
         (AdapterAccessError("no"), 403, "permission_error", "model_access_denied"),
         (SourceError("no"), 503, "server_error", None),

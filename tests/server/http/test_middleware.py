@@ -375,7 +375,7 @@ def test_admin_actions_are_logged(lines: Lines, keyed: SharedServer) -> None:
         ("unload", "nobody", "admin", 404),
         ("load", "poet", "", 403),
         ("unload", "nobody", "admin", 404),
-        ("load", "poet", "admin", 424),
+        ("load", "poet", "admin", 400),
     ]
     assert {each["address"] for each in lines("audit")} == {"127.0.0.1"}
     assert lines("audit")[-1]["request_id"] == "it"
@@ -390,7 +390,7 @@ def test_rejected_key_is_logged(method: str, path: str, lines: Lines, keyed: Sha
 
     keyed.run(check)
     (line,) = lines("audit")
-    assert (line["action"], line["status"], line["route"], line["address"]) == ("use a key", 401, path, "127.0.0.1")
+    assert (line["action"], line["status"], line["route"], line["address"]) == ("authenticate", 401, path, "127.0.0.1")
     assert GUESS not in str(lines("audit") + lines("request"))
 
 
@@ -412,7 +412,11 @@ def test_log_lines_for_invalid_keys_are_limited(lines: Lines, keyed: SharedServe
         (request("GET", "/v1/adapters?limit=0"), 400, ["request"]),
         (post("/generate", GOOD, kind="text/plain"), 415, ["request"]),
         (request("GET", "/nowhere"), 404, ["request"]),
-        (post("/v1/adapters/unload", {"adapter_id": "poet"}), 403, ["request", "audit"]),
+        (
+            post("/v1/adapters/unload", {"adapter_id": "poet"}, ("x-forwarded-for", "1.2.3.4")),
+            403,
+            ["request", "audit"],
+        ),
     ],
     ids=["schema", "kind", "nowhere", "admin"],
 )

@@ -3,6 +3,7 @@
 import asyncio
 import re
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -89,7 +90,7 @@ def test_connections_above_the_limit_get_503() -> None:
             assert answer.headers["retry-after"] == "1"
             assert answer.headers["connection"] == "close"
             assert answer.json()["error_type"] == "overloaded"
-        assert edge.count("lorax_connections_refused_total", 'reason="full"') == 4
+        assert edge.count("lorax_connections_rejected_total", 'reason="full"') == 4
         await until_open(edge, 2)
         assert edge.count("lorax_connections") == 2
         await first.close()
@@ -172,28 +173,22 @@ def test_unread_small_response_does_not_keep_connection(monkeypatch: pytest.Monk
     run(check, keep_alive_s=0.05)
 
 
+@pytest.mark.slow
 def test_slow_reader_gets_complete_response(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each timeout check finds fewer buffered bytes than the previous one."""
-    monkeypatch.setattr(uvicorn_server, "WRITE_TIMEOUT_S", 1000.0)
+    """The client reads for longer than the timeout, but never stops for that long."""
+    monkeypatch.setattr(uvicorn_server, "WRITE_TIMEOUT_S", 5.0)
 
     async def check(edge: SocketServer) -> None:
         wire = await edge.connect_slow_reader()
         await wire.send(ASK_LONG)
         await until_open(edge, 1)
-        await until_written(edge)
-        connection: Any
-        (connection,) = edge.state.connections
-        looks, taken, left = 0, 0, connection.transport.get_write_buffer_size()
+        started, taken = time.monotonic(), 0
         while taken < len(LONG):
             got = await wire.read_up_to(2**16)
             assert got, "it was cut off"
             taken += got
-            now = connection.transport.get_write_buffer_size()
-            if now < left and connection._write_timer is not None:
-                looks, left = looks + 1, now
-                connection._stop_write_timer()
-                connection._on_write_timeout()  # as the timer does
-        assert looks > 3
+            if time.monotonic() - started < 6:
+                await asyncio.sleep(0.05)
         assert (await edge.fetch(HEALTH)).status == 200
 
     run(check)

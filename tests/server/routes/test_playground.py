@@ -109,7 +109,7 @@ def test_matching_etag_returns_304(page: PlaygroundApp) -> None:
         "/uix",
     ],
 )
-def test_other_paths_return_404(page: PlaygroundApp, path: str) -> None:
+def test_unknown_paths_return_404(page: PlaygroundApp, path: str) -> None:
     response = page.get(path)
     assert response.status == 404
     assert json.loads(response.body) == {"error": "Not Found", "error_type": "not_found"}
@@ -187,6 +187,6 @@ def test_page_complies_with_content_security_policy() -> None:
         assert name in FILES
 
 
-def test_playground_file_size_limits() -> None:
+def test_playground_files_are_small() -> None:
     assert all(len(read_text(name).splitlines()) <= 400 for name in FILES)
     assert all(len(line) <= 120 for name in FILES for line in read_text(name).splitlines())

@@ -151,7 +151,7 @@ def test_schema_description_lists_unsupported_fields(route: str) -> None:
 # --- Supported --------------------------------------------------------------------------------------------------------
 
 
-def test_sampling_fields_of_other_servers_are_applied(routes: Templated) -> None:
+def test_sampling_fields_outside_lorax_api_are_applied(routes: Templated) -> None:
     fields = {"min_p": 0.25, "logit_bias": {"7": -3.5}, "min_new_tokens": 2}
     assert send(routes, GENERATE, **fields).status == 200
     (request,) = routes.engine.added

@@ -22,7 +22,7 @@ def test_log_rate_limiter_counts_suppressed_lines() -> None:
     now = 59.9
     assert budget.acquire() is None
     now = 60.0
-    assert [budget.acquire() for _ in range(3)] == [{"left_out": 4}, {}, None]
+    assert [budget.acquire() for _ in range(3)] == [{"num_suppressed": 4}, {}, None]
 
 
 def test_only_lines_without_key_are_limited(caplog: pytest.LogCaptureFixture) -> None:
@@ -50,7 +50,7 @@ def test_only_lines_without_key_are_limited(caplog: pytest.LogCaptureFixture) ->
         assert sum(each["status"] == 200 for each in fields) == 100
         now = 60.0
         audit_log.log_finished(RequestRecord("it", "/generate", address=CLIENT, status=401), None)
-    assert getattr(caplog.records[-1], EXTRA_KEY)["left_out"] == 140
+    assert getattr(caplog.records[-1], EXTRA_KEY)["num_suppressed"] == 140
 
 
 @pytest.mark.parametrize(("status", "level"), [(200, "INFO"), (403, "WARNING"), (500, "WARNING"), (0, "WARNING")])

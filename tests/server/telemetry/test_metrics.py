@@ -256,7 +256,7 @@ def test_missing_stages_are_not_measured() -> None:
         ({"status": 500, "error_type": "internal"}, "generation"),
     ],
 )
-def test_failures_are_counted_by_kind(changes: dict[str, Any], kind: str | None) -> None:
+def test_failures_are_counted_by_error_type(changes: dict[str, Any], kind: str | None) -> None:
     metrics = make()
     each = record(**changes)
     metrics.record_finished(each)
@@ -394,17 +394,15 @@ def test_adapters_are_counted_by_tier() -> None:
     assert value(metrics, "lorax_engine_healthy") == 0
 
 
-def test_counters_continue_after_engine_restart() -> None:
+def test_counters_are_kept_while_engine_does_not_respond() -> None:
     metrics = make()
     seen = []
-    for steps, restarts in ((10, 0), (15, 0), (None, 1), (4, 1), (9, 1), (100, 2), (100, 2), (3, 2)):
+    for steps, restarts in ((10, 0), (None, 0), (15, 0), (None, 1), (4, 1), (9, 1)):
         metrics.engine.update(None if steps is None else status(steps=steps), True, restarts)
         seen.append(value(metrics, "lorax_engine_steps_total"))
         assert value(metrics, "lorax_batch_inference_count", method="step") == seen[-1]
-    assert seen == [10, 15, 15, 19, 24, 124, 124, 127]
-    assert value(metrics, "lorax_engine_restarts_total") == 2
-    metrics.engine.update(None, False, 1)
-    assert value(metrics, "lorax_engine_restarts_total") == 2
+    assert seen == [10, 10, 15, 15, 4, 9], "an engine restart resets the counters"
+    assert value(metrics, "lorax_engine_restarts_total") == 1
 
 
 # --- The dashboard ----------------------------------------------------------------------------------------------------

@@ -244,6 +244,115 @@ def test_too_large_tool_schemas_are_rejected() -> None:
     assert not server.engine.added
 
 
+# --- Templates that do not render tools -------------------------------------------------------------------------------
+
+BARE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+JSON_CALL = f'{{"name": "weather", "arguments": {OSLO}}}'
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED, ALLOWED])
+def test_required_call_is_forced_without_tools_in_template(choice: Any) -> None:
+    server = ScriptedServer(JSON_CALL, BARE)
+    assert both(server, tools=TOOLS, tool_choice=choice)["calls"] == [("function", "weather", OSLO)]
+    assert "weather" in server.grammar
+    assert set(server.prompts) == {"<user>ask"}
+    assert server.respond(tools=[{"type": "function", "name": "now"}], tool_choice="required").status == 200
+    assert server.chat(tools=TOOLS).status == 400
+
+
+def test_tool_parser_writes_tools_into_system_message() -> None:
+    server = ScriptedServer(f"Well.\n{CALL}", BARE, tool_parsers=("hermes",))
+    assert both(server, tools=TOOLS)["calls"] == [("function", "weather", OSLO)]
+    system, user = server.prompts[-1].removeprefix("<system>").split("<user>")
+    assert user == "ask"
+    assert system.startswith("You can call these functions.")
+    listed = system[system.index("<tools>\n") + 8 : system.index("\n</tools>")].split("\n")
+    assert [json.loads(line) for line in listed] == TOOLS
+    assert system.endswith(
+        '<tool_call>\n{"name": "FUNCTION_NAME", "arguments": {"ARGUMENT_NAME": "VALUE"}}\n</tool_call>'
+    )
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "ask"}]
+    assert both(server, tools=TOOLS, messages=messages)["reason"] == "tool_calls"
+    assert server.prompts[-1] == f"<system>Be brief.\n\n{system}<user>ask"
+    both(server, tools=TOOLS, tool_choice="none")
+    assert server.prompts[-1] == "<user>ask"
+
+
+def test_tool_parser_leaves_prompt_unchanged_if_disabled_or_rendered() -> None:
+    server = ScriptedServer(CALL, BARE, tool_parsers=("hermes",), describe_tools=False)
+    assert both(server, tools=TOOLS)["reason"] == "tool_calls"
+    assert server.prompts[-1] == "<user>ask"
+    for fields, template in (({"tool_parsers": ("poet=json",)}, HERMES), ({"tool_parsers": ("hermes",)}, HERMES)):
+        server = ScriptedServer(CALL, template, **fields)
+        assert both(server, tools=TOOLS)["reason"] == "tool_calls"
+        assert "You can call these functions" not in server.prompts[-1]
+
+
+def test_tool_calls_and_results_become_text_if_template_does_not_render_them() -> None:
+    server = ScriptedServer("Cold.", BARE, tool_parsers=("json",))
+    first, second = (
+        {"id": f"call_{name}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for name, arguments in (("weather", OSLO), ("now", "{oops"))
+    )
+    messages = [
+        {"role": "user", "content": "How is it?"},
+        {"role": "assistant", "content": "Let me see.", "tool_calls": [first, second]},
+        {"role": "tool", "tool_call_id": "call_weather", "content": "3"},
+        {"role": "tool", "tool_call_id": "call_now", "content": "noon"},
+        {"role": "user", "content": "And?"},
+        {"role": "assistant", "content": "Cold."},
+        {"role": "user", "content": "Thanks"},
+    ]
+    assert both(server, tools=TOOLS, messages=messages)["content"] == "Cold."
+    oops = '{"name": "now", "arguments": {"arguments": "{oops"}}'
+    assert server.prompts[-1].partition("<user>")[2] == (
+        f"How is it?<assistant>Let me see.\n[{JSON_CALL}, {oops}]"
+        "<user>Result of weather: 3\nResult of now: noon\nAnd?<assistant>Cold.<user>Thanks"
+    )
+
+
+# --- Default token limit ----------------------------------------------------------------------------------------------
+
+FORMAT = {"type": "json_object"}
+PLAIN = "{{ tools }}<tool_call>"  # a template without reasoning
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "limit"),
+    [
+        (PLAIN, {"response_format": FORMAT}, 50),
+        (HERMES, {"response_format": FORMAT}, 50),
+        (PLAIN, {"guided_regex": "a*", "min_tokens": 60}, 60),
+        (PLAIN, {"response_format": FORMAT, "max_tokens": 90}, 90),
+        (PLAIN, {"response_format": FORMAT, "max_completion_tokens": 10}, 10),
+        (PLAIN, {}, None),
+        (PLAIN, {"tools": TOOLS, "tool_choice": "required"}, 50),
+        (PLAIN, {"tools": TOOLS, "parallel_tool_calls": False}, None),  # the model may write text instead
+        (HERMES, {"tools": TOOLS, "tool_choice": "required"}, None),  # the model may reason before the call
+    ],
+)
+def test_structured_output_has_default_token_limit(template: str, fields: dict[str, Any], limit: int | None) -> None:
+    server = ScriptedServer(CALL, template, default_structured_tokens=50)
+    assert server.chat(**fields).status == 200
+    (request,) = server.engine.added
+    assert request.stop.max_new_tokens == limit or (limit is None and request.stop.max_new_tokens > 50_000)
+    if "max_tokens" not in fields and "tools" not in fields and "response_format" in fields:
+        limits = {"text": {"format": FORMAT}, "max_output_tokens": fields.get("max_completion_tokens")}
+        assert server.respond(**limits).status == 200
+        assert server.engine.added[-1].stop.max_new_tokens == limit
+
+
+def test_structured_output_has_default_token_limit_on_other_routes() -> None:
+    server = ScriptedServer(default_structured_tokens=50)
+    parameters = {"response_format": {"type": "json_object", "schema": {}}}
+    for path, body in {
+        "/generate": {"inputs": "ask", "parameters": parameters},
+        "/v1/completions": {"prompt": "ask", "guided_choice": ["a"]},
+    }.items():
+        assert server.post(path, body).status == 200
+    assert [request.stop.max_new_tokens for request in server.engine.added] == [50, 16]
+
+
 # --- Conversations ----------------------------------------------------------------------------------------------------
 
 

@@ -85,7 +85,7 @@ def test_text_response_has_output_and_usage() -> None:
     assert response.usage.input_tokens_details.cached_tokens == 3
 
 
-def test_text_stream_events() -> None:
+def test_text_stream_has_events_in_order() -> None:
     events, _ = streamed(ScriptedServer("Hi."))
     kinds = [event.type for event in events]
     deltas = kinds.count("response.output_text.delta")
@@ -114,7 +114,7 @@ def test_function_calls_are_separate_output_items(choice: Any) -> None:
     assert bool(server.grammar) == (choice != "auto")
 
 
-def test_function_call_stream_events() -> None:
+def test_function_call_stream_has_events_in_order() -> None:
     events, _ = streamed(ScriptedServer(f"Let me see.\n{CALL}"), tools=[WEATHER], tool_choice="required")
     kinds = [event.type.removeprefix("response.") for event in events]
     deltas = kinds.count("function_call_arguments.delta")
@@ -185,7 +185,7 @@ def test_log_probabilities_cover_all_text_tokens() -> None:
         ("<think>I muse.</think>a  b ", [], "a  b <|im_end|>"),
     ],
 )
-def test_log_probabilities_of_buffered_text(output: str, tools: list[Any], expected: str) -> None:
+def test_buffered_text_keeps_log_probabilities(output: str, tools: list[Any], expected: str) -> None:
     fields = {"include": ["message.output_text.logprobs"], "reasoning": {}, "tools": tools}
     *_, message = both(ScriptedServer(output), **fields).output
     assert message.type == "message"

@@ -23,7 +23,7 @@ from lorax_server.text.tools.grammar import (
     write_optional,
     write_required,
 )
-from lorax_server.text.tools.json_formats import GRANITE_OPENER as GRANITE
+from lorax_server.text.tools.json_formats import GRANITE_START as GRANITE
 from lorax_server.text.tools.parameter_text import ALL_TYPES, MAX_DEPTH, JsonTypeFinder
 from lorax_server.text.tools.parser import ToolOutputParser, ToolSet
 from tests.text.test_real_tokenizers import installed
@@ -151,7 +151,9 @@ def grammar(write: Callable[..., str], tool_format: str, kind: str, reasoning: b
 
 @pytest.mark.parametrize(("tool_format", "texts", "kind"), CASES)
 @pytest.mark.parametrize("before", REASONING_PREFIXES)
-def test_required_tool_call_grammar(tool_format: str, texts: ExampleCompletions, kind: str, before: str) -> None:
+def test_required_grammar_accepts_only_valid_calls(
+    tool_format: str, texts: ExampleCompletions, kind: str, before: str
+) -> None:
     accepts, reasoning = vocabulary(kind).accepts, REASONING_PREFIXES[before]
     many, one = (grammar(write_required, tool_format, kind, reasoning, is_parallel=each) for each in (True, False))
     assert accepts(many, before + texts.right)
@@ -166,7 +168,9 @@ def test_required_tool_call_grammar(tool_format: str, texts: ExampleCompletions,
 
 @pytest.mark.parametrize(("tool_format", "texts", "kind"), CASES)
 @pytest.mark.parametrize("before", REASONING_PREFIXES)
-def test_optional_tool_call_grammar(tool_format: str, texts: ExampleCompletions, kind: str, before: str) -> None:
+def test_optional_grammar_accepts_text_and_valid_calls(
+    tool_format: str, texts: ExampleCompletions, kind: str, before: str
+) -> None:
     accepts, reasoning = vocabulary(kind).accepts, REASONING_PREFIXES[before]
     many, one = (grammar(write_optional, tool_format, kind, reasoning, is_parallel=each) for each in (True, False))
     for text in ("", "Just text, {nothing} [else] <here>.", "\n  Two\n\nlines.\n", texts.right, texts.two):
@@ -323,7 +327,7 @@ class CountedSubschema(dict[str, Any]):
         return super().get(key, default)
 
 
-def test_find_parameter_types() -> None:
+def test_parameter_types_follow_schema() -> None:
     finder = JsonTypeFinder({})
     assert finder.find({"anyOf": [{"type": "string"}] * 10_000}) == {"string"}
     assert finder.find({"enum": ["a", 1, 1.5, None, True, [], {}]}) == ALL_TYPES
@@ -432,7 +436,7 @@ def test_required_list_is_not_searched_per_parameter(tool_format: str) -> None:
 
 @pytest.mark.parametrize("tool_format", ["pythonic", "qwen3_coder"])
 @pytest.mark.parametrize("required", ["", "a", "c", "e", "bd", "abcde"])
-def test_all_combinations_of_optional_parameters(tool_format: str, required: str) -> None:
+def test_grammar_accepts_all_combinations_of_optional_parameters(tool_format: str, required: str) -> None:
     names = "abcde"
     properties = {name: {"type": "integer"} for name in names}
     known = LLTokenizer(TokenizerWrapper(ByteVocabulary()))

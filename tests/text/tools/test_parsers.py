@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from lorax_server.config import TOOL_PARSERS
 from lorax_server.text.tools.formats import FORMATS
+from lorax_server.text.tools.grammar import Call
 from lorax_server.text.tools.parser import (
     MAX_CALL_CHARACTERS,
     MAX_DROPPED_WHITESPACE,
@@ -60,6 +61,14 @@ def test_config_lists_all_tool_parsers() -> None:
 def test_tool_calls_are_parsed(example: Example) -> None:
     assert read(example.tool_format, [example.text]) == example.meaning
     assert read(example.tool_format, example.text) == example.meaning  # character by character
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("tool_format", FORMATS)
+def test_written_calls_are_parsed_as_same_calls(tool_format: str, count: int) -> None:
+    calls = [Call("weather", {"city": "Øslo", "days": 2}), Call("now", {})][:count]
+    text = FORMATS[tool_format]().write_calls(calls)
+    assert read(tool_format, [text]) == [(call.name, json.dumps(call.arguments, ensure_ascii=False)) for call in calls]
 
 
 @pytest.mark.parametrize(("tool_format", "text"), NO_CALLS, ids=lambda value: str(value)[:40])
@@ -192,17 +201,17 @@ class RejectingParser(ToolCallParser):
         raise MalformedCallError
 
 
-class OpenerFormat(CallFormat):
-    openers = ("<tool_call>",)
+class MarkerFormat(CallFormat):
+    opening_markers = ("<tool_call>",)
 
     def make_call_parser(self, tools: ToolSet) -> ToolCallParser:
         return RejectingParser()
 
 
-def test_repeated_openers_are_parsed_in_linear_time() -> None:
+def test_repeated_opening_markers_are_parsed_in_linear_time() -> None:
     """Each call parser gets a window of the text, not all remaining text."""
     text = "<tool_call>" * 10_000
-    parser = ToolOutputParser(OpenerFormat(), ToolSet({}))
+    parser = ToolOutputParser(MarkerFormat(), ToolSet({}))
     events = [*parser.feed(text), *parser.finish()]
     assert "".join(event.text for event in events if isinstance(event, TextDelta)) == text
     assert len(RejectingParser.lengths) > 9_000

@@ -251,8 +251,8 @@ struct Attention {
   void attend_block(const Block& block) const {
     static thread_local Scratch scratch;
     const int64_t count = block.count * group, position = batch.cached[block.sequence] + block.first;
-    float* room = scratch.make<float>(count * (2 * padded + 1 + VL) + 2 * KEY_TILE * padded);
-    float *key_panels = room, *value_panels = room + KEY_TILE * padded, *queries = value_panels + KEY_TILE * padded;
+    float* buffer = scratch.make<float>(count * (2 * padded + 1 + VL) + 2 * KEY_TILE * padded);
+    float *key_panels = buffer, *value_panels = buffer + KEY_TILE * padded, *queries = value_panels + KEY_TILE * padded;
     float *sums = queries + count * padded, *mass = sums + count * padded, *best = mass + count * VL;
     const int64_t token = starts[block.sequence] + block.first, head = block.head * group;
     const Rows rows{queries, sums, best, mass, count, position, head};

@@ -57,9 +57,9 @@ struct Plan {
       std::fill(segment.begin() + lora.bounds[s], segment.begin() + lora.bounds[s + 1], (int32_t)s);
       int64_t column = 0;
       for (int64_t t = first; t < first + count; t++) {
-        const int64_t width = lora.widths[2 * t + 1];
+        const int64_t width = lora.features[2 * t + 1];
         parts.push_back(make(lora, s, t, column, column + width));
-        has_vectors |= parts.back().factor || parts.back().shift;
+        has_vectors |= parts.back().output_scale || parts.back().output_bias;
         changes |= has_vectors || parts.back().rank;
         add_tasks(lora, s, parts.size() - 1);
         column += width;
@@ -72,7 +72,7 @@ struct Plan {
     const int64_t place = lora.adapters[s] * lora.targets + target, *fields = lora.table + place * FIELDS;
     const T* buffer = (const T*)lora.buffer;
     const auto at = [&](Field field) { return fields[field] < 0 ? nullptr : buffer + fields[field]; };
-    return {at(A), at(B), at(FACTOR), at(SHIFT), fields[RANK], start, stop, 0, lora.scales[place]};
+    return {at(A), at(B), at(OUTPUT_SCALE), at(OUTPUT_BIAS), fields[RANK], start, stop, 0, lora.scales[place]};
   }
 
   void add_tasks(const Lora& lora, int64_t s, int64_t index) {

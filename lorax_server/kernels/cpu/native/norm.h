@@ -12,13 +12,13 @@ struct Rows {
   const T* at(int64_t row) const { return from + row / heads * token_stride + row % heads * head_stride; }
 };
 
-// An adapter's factor and shift; null if absent.
+// An adapter's output scale and output bias; null if absent.
 template <class T>
 struct ScaleShift {
-  const T *factor, *shift;
+  const T *output_scale, *output_bias;
 };
 
-// Returns the factor and shift of rows in ascending order. Requires one head per token.
+// Returns the output scale and output bias of rows in ascending order. Requires one head per token.
 template <class T>
 struct Adapters {
   const Lora* lora;
@@ -32,7 +32,7 @@ struct Adapters {
     const int64_t* fields = lora->table + (lora->adapters[segment] * lora->targets + target) * FIELDS;
     const T* buffer = (const T*)lora->buffer;
     const auto at = [&](Field field) { return fields[field] < 0 ? nullptr : buffer + fields[field]; };
-    return {at(FACTOR), at(SHIFT)};
+    return {at(OUTPUT_SCALE), at(OUTPUT_BIAS)};
   }
 };
 
@@ -78,11 +78,11 @@ static inline __attribute__((always_inline)) float sum_row(int64_t size, Value v
   return sum((total[0] + total[1]) + (total[2] + total[3]));
 }
 
-// Apply factor and shift with the rounding of separate torch ops. The caller's store rounds the last result.
+// Apply output scale and output bias with the rounding of separate torch ops. The caller's store rounds the last result.
 template <class T, class Count>
 static inline F adapt(F value, const ScaleShift<T>& vectors, int64_t column, Count count) {
-  if (vectors.factor != nullptr) value = rounded<T>(value) * load_vector(vectors.factor + column, count);
-  if (vectors.shift != nullptr) value = rounded<T>(value) + load_vector(vectors.shift + column, count);
+  if (vectors.output_scale != nullptr) value = rounded<T>(value) * load_vector(vectors.output_scale + column, count);
+  if (vectors.output_bias != nullptr) value = rounded<T>(value) + load_vector(vectors.output_bias + column, count);
   return value;
 }
 
@@ -190,15 +190,15 @@ EXPORT(layer_norm, int64_t dtype, const void* x, int64_t token_stride, int64_t h
 template <class T>
 static void run_scale_and_shift(T* x, int64_t stride, int64_t tokens, const Lora& lora, int64_t first, int64_t last) {
   int64_t width = 0;
-  for (int64_t target = first; target <= last; target++) width += lora.widths[2 * target + 1];
+  for (int64_t target = first; target <= last; target++) width += lora.features[2 * target + 1];
   parallel_for(tokens, 1, tokens * width, MAX_SINGLE_THREAD_NORM, [&](Range mine) {
     T* column = x;
     for (int64_t target = first; target <= last; target++) {
       Adapters<T> adapters(&lora, target);
-      const int64_t size = lora.widths[2 * target + 1];
+      const int64_t size = lora.features[2 * target + 1];
       for (int64_t row = mine.begin; row < mine.end; row++) {
         const ScaleShift<T> vectors = adapters.of(row);
-        if (vectors.factor == nullptr && vectors.shift == nullptr) continue;
+        if (vectors.output_scale == nullptr && vectors.output_bias == nullptr) continue;
         T* at = column + row * stride;
         for_vectors(size, [&](int64_t i, auto count) {
           store_vector(at + i, adapt(load_vector(at + i, count), vectors, i, count), count);
@@ -209,7 +209,7 @@ static void run_scale_and_shift(T* x, int64_t stride, int64_t tokens, const Lora
   });
 }
 
-// Apply each row's adapter factor and shift. The targets are adjacent columns of `x`.
+// Apply the output scale and output bias of each row's adapter. The targets are adjacent columns of `x`.
 EXPORT(scale_and_shift, int64_t dtype, void* x, int64_t stride, int64_t tokens, const Lora* lora, int64_t first,
                         int64_t last) {
   const auto run = [&](auto of) { run_scale_and_shift((decltype(of)*)x, stride, tokens, *lora, first, last); };

@@ -1,7 +1,7 @@
 // Matrix product with fused adapters, in one pass over the weights.
 //
 // The weights are zero-padded panels of `PANEL` outputs, `[panels, inputs, PANEL]`, read sequentially. Each output is one
-// sum over the inputs in order, for any number of rows, so results are bitwise batch-invariant. LoRA, factor and shift are
+// sum over the inputs in order, for any number of rows, so results are bitwise batch-invariant. LoRA, output scale and bias are
 // applied while a tile of outputs is in registers or L1.
 
 constexpr int PANEL = 2 * VL;
@@ -13,17 +13,17 @@ STRUCT(Matrix, const void* panels; const void* bias; int64_t outputs; int64_t in
        int32_t bits; int32_t block; int32_t has_offsets; int32_t has_wide_scales; int32_t uses_dot;);
 
 // As in `LoraBatch`: segment i is rows bounds[i] to bounds[i + 1], with one adapter.
-// `table` is [adapters, targets, FIELDS], `scales` [adapters, targets], `widths` [targets, 2].
-STRUCT(Lora, const void* buffer; const int64_t* table; const float* scales; const int64_t* widths; int64_t targets;
+// `table` is [adapters, targets, FIELDS], `scales` [adapters, targets], `features` [targets, 2].
+STRUCT(Lora, const void* buffer; const int64_t* table; const float* scales; const int64_t* features; int64_t targets;
        const int64_t* bounds; const int64_t* adapters; int64_t segments;);
 
-ENUM(Field, A = 0, B = 1, FACTOR = 2, SHIFT = 3, RANK = 7, FIELDS = 10);
+ENUM(Field, A = 0, B = 1, OUTPUT_SCALE = 2, OUTPUT_BIAS = 3, RANK = 7, FIELDS = 10);
 ENUM(Gate, NONE = 0, SILU = 1, GELU_TANH = 2);
 
 // The weights of one adapter at one target, for one segment.
 template <class T>
 struct AdapterPart {
-  const T *a, *b, *factor, *shift;
+  const T *a, *b, *output_scale, *output_bias;
   int64_t rank, start, stop, low;  // columns `start` to `stop`; `low` is the index of the segment's first shrink result
   float scale;
 };
@@ -149,7 +149,7 @@ struct Product {
   const int32_t* segment; // segment of each row; null without adapters
   const int64_t* bounds;
   const float* low;
-  bool has_vectors;  // true if any part has a factor or shift
+  bool has_vectors;  // true if any part has an output scale or output bias
   Gate gate;
 
   // LoRA outputs for the rows of a tile: columns of the panel group, and of the up half with a gate.
@@ -157,7 +157,7 @@ struct Product {
     float columns[MAX_UNBLOCKED_ROWS][2][PANELS_PER_GROUP * PANEL];
   };
 
-  // Add bias and LoRA output (`added`) to one row of a panel, then apply factor and shift.
+  // Add bias and LoRA output (`added`) to one row of a panel, then apply output scale and output bias.
   void finish(float* tile, int64_t row, int64_t column, const float* added) const {
     F value[2] = {load(tile), load(tile + VL)};
     const int64_t width = std::min<int64_t>(PANEL, matrix.outputs - column);
@@ -210,15 +210,15 @@ struct Product {
   static void adapt_panel(F* value, const AdapterPart<T>& part, int64_t at) {
     for (int j = 0; j < 2; j++, at += VL)
       value[j] = scale_and_add(
-          value[j], part, [&] { return load(part.factor + at); }, [&] { return load(part.shift + at); });
+          value[j], part, [&] { return load(part.output_scale + at); }, [&] { return load(part.output_bias + at); });
   }
 
   // One expression, so the compiler always fuses multiply and add.
-  template <class V, class Factor, class Shift>
-  static V scale_and_add(V value, const AdapterPart<T>& part, Factor factor, Shift shift) {
-    if (part.factor != nullptr && part.shift != nullptr) return value * factor() + shift();
-    if (part.factor != nullptr) return value * factor();
-    return part.shift != nullptr ? value + shift() : value;
+  template <class V, class Scale, class Bias>
+  static V scale_and_add(V value, const AdapterPart<T>& part, Scale output_scale, Bias output_bias) {
+    if (part.output_scale != nullptr && part.output_bias != nullptr) return value * output_scale() + output_bias();
+    if (part.output_scale != nullptr) return value * output_scale();
+    return part.output_bias != nullptr ? value + output_bias() : value;
   }
 
   // The same for a target that covers only part of a panel.
@@ -229,7 +229,7 @@ struct Product {
     for (int64_t c = from; c < to; c++) {
       const int64_t at = c - part.start;
       copy[c - column] = scale_and_add(
-          copy[c - column], part, [&] { return read(part.factor + at); }, [&] { return read(part.shift + at); });
+          copy[c - column], part, [&] { return read(part.output_scale + at); }, [&] { return read(part.output_bias + at); });
     }
     value[0] = load(copy);
     value[1] = load(copy + VL);

@@ -58,12 +58,12 @@ static inline bool is_allowed(const uint32_t* mask, int64_t i) {
 }
 
 struct TokenMasks {
-  const uint32_t* words = nullptr;  // [masks, width]
+  const uint32_t* masks = nullptr;  // [masks, width]
   int64_t width = 0;
-  const int64_t* numbers = nullptr;  // [rows] mask index of each row; negative: no mask
+  const int64_t* mask_indices = nullptr;  // [rows] mask index of each row; negative: no mask
 
   const uint32_t* of(int64_t row) const {
-    return words == nullptr || numbers[row] < 0 ? nullptr : words + numbers[row] * width;
+    return masks == nullptr || mask_indices[row] < 0 ? nullptr : masks + mask_indices[row] * width;
   }
 };
 
@@ -142,13 +142,13 @@ struct Scores {
   }
 };
 
-// Write the first token with the maximum score of each row, and its log probability. `words` are token masks (can be
-// null); tokens that a row's mask forbids count as -infinity.
+// Write the first token with the maximum score of each row, and its log probability. `token_masks` can be null;
+// tokens that a row's mask forbids count as -infinity.
 EXPORT(choose_greedy, int64_t dtype, const void* scores, int64_t stride, int64_t rows, int64_t vocabulary,
-                      const uint32_t* words, int64_t width, const int64_t* numbers, int64_t* ids, float* logprobs) {
+                      const uint32_t* token_masks, int64_t width, const int64_t* mask_indices, int64_t* ids, float* logprobs) {
   const auto run = [&](auto of) {
     using T = decltype(of);
-    Scores<T>{(const T*)scores, stride, rows, vocabulary, nullptr, {words, width, numbers}}.choose(ids, logprobs);
+    Scores<T>{(const T*)scores, stride, rows, vocabulary, nullptr, {token_masks, width, mask_indices}}.choose(ids, logprobs);
   };
   if (dtype == FLOAT32) run(float());
   else if (dtype == BFLOAT16) run(Bf16());
@@ -158,11 +158,11 @@ EXPORT(choose_greedy, int64_t dtype, const void* scores, int64_t stride, int64_t
 // Write the log probabilities of `count` tokens per row. Scores are divided by `temperatures` (can be null). With a mask,
 // probabilities are over the allowed tokens, which must include the given tokens.
 EXPORT(gather_logprobs, int64_t dtype, const void* scores, int64_t stride, int64_t rows, int64_t vocabulary,
-                      const float* temperatures, const uint32_t* words, int64_t width, const int64_t* numbers,
+                      const float* temperatures, const uint32_t* token_masks, int64_t width, const int64_t* mask_indices,
                       const int64_t* ids, int64_t count, float* logprobs) {
   const auto run = [&](auto of) {
     using T = decltype(of);
-    Scores<T>{(const T*)scores, stride, rows, vocabulary, temperatures, {words, width, numbers}}.gather_logprobs(
+    Scores<T>{(const T*)scores, stride, rows, vocabulary, temperatures, {token_masks, width, mask_indices}}.gather_logprobs(
         ids, count, logprobs);
   };
   if (dtype == FLOAT32) run(float());

@@ -93,8 +93,8 @@ static void top_k_of_row(const T* scores, const uint32_t* mask, int64_t vocabula
 // Write the `count` highest scores of each row and their tokens. If a mask allows fewer tokens, the rest is -infinity with
 // token 0. Masks are as in `choose_greedy`. `count` must not exceed the vocabulary.
 EXPORT(top_k_scores, int64_t dtype, const void* scores, int64_t stride, int64_t rows, int64_t vocabulary, int64_t count,
-                  const uint32_t* words, int64_t width, const int64_t* numbers, float* best, int64_t* ids) {
-  const TokenMasks masks = {words, width, numbers};
+                  const uint32_t* token_masks, int64_t width, const int64_t* mask_indices, float* best, int64_t* ids) {
+  const TokenMasks masks = {token_masks, width, mask_indices};
   const auto run = [&](auto of) {
     using T = decltype(of);
     parallel_for(rows * vocabulary > MAX_SINGLE_THREAD_SCORES, rows, 1, [&](Range mine) {

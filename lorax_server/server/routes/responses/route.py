@@ -26,10 +26,7 @@ from lorax_server.types import FinishReason
 
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 LOGPROBS = "message.output_text.logprobs"
-SUPPORTED_INCLUDES = (
-    LOGPROBS,
-    "reasoning.encrypted_content",
-)  # reasoning is returned unencrypted
+SUPPORTED_INCLUDES = (LOGPROBS, "reasoning.encrypted_content")  # reasoning is returned unencrypted
 RESPONSES_FIELD_NAMES = {"messages": "input", "response_format": "text.format"}  # field names by chat field name
 
 
@@ -45,14 +42,13 @@ def make_router(service: Service) -> APIRouter:
 
 
 async def _respond(context: RequestContext, body: ResponsesRequest) -> Response:
-    choice = openai.choose_model(context, body)
+    openai.record_model(context, body)
     _reject_unsupported(body)
     chat_request = _to_chat(body)
-    prepared = await chat.prepare(context, chat_request, choice)
+    prepared = await chat.prepare(context, chat_request)
     (generation,), output_format = prepared.generations, prepared.output_format
-    parser = (
-        output_format.make_parser(prepared.prompt, generation.request.structure is not None) if output_format else None
-    )
+    is_enforced = generation.request.structure is not None
+    parser = None if output_format is None else output_format.make_parser(prepared.prompt, is_enforced)
     writer = ResponseWriter(_make_envelope(context, body), output_format, parser)
     if body.stream:
         context.encode_failure = lambda error_response: _write_events(writer.fail(error_response.message))
@@ -95,7 +91,7 @@ def _to_chat(body: ResponsesRequest) -> ChatCompletionRequest:
     fields |= {"messages": to_messages(body.instructions, body.input)}
     fields |= {"max_completion_tokens": body.max_output_tokens, "parallel_tool_calls": body.parallel_tool_calls}
     if body.tools:
-        fields["tools"] = [to_tool(index, tool) for index, tool in enumerate(body.tools)]
+        fields["tools"] = [to_tool(tool) for tool in body.tools]
     fields["tool_choice"] = body.tool_choice
     if LOGPROBS in (body.include or ()):
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
@@ -256,14 +252,12 @@ class MessageBuilder:
 
 def to_messages(instructions: str | None, input_items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the chat messages for `instructions` and `input`."""
+    check(bool(input_items), "`input` must not be empty")
     builder = MessageBuilder()
     if instructions:
         builder.messages.append({"role": "system", "content": instructions})
     if isinstance(input_items, str):
-        check(bool(input_items), "`input` must not be empty")
-        builder.messages.append({"role": "user", "content": input_items})
-        return builder.messages
-    check(bool(input_items), "`input` must not be empty")
+        input_items = [{"role": "user", "content": input_items}]
     for index, item in enumerate(input_items):
         builder.add(f"`input[{index}]`", item)
     return builder.messages
@@ -287,10 +281,7 @@ def join_parts(where: str, content: Any) -> str:
     return "".join(texts)
 
 
-def to_tool(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool in the chat format. Reject built-in tools, which only OpenAI's servers can run."""
-    kind = tool.get("type", "function")
-    if kind != "function":
-        raise NotSupportedError(f"`tools[{index}]`: tools of type {str(kind)[:32]!r} are not supported; use 'function'")
+def to_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool in the chat format. Built-in tools, which only OpenAI's servers can run, are rejected later."""
     fields = {name: tool[name] for name in ("name", "description", "parameters", "strict") if name in tool}
-    return {"type": "function", "function": fields}
+    return {"type": tool.get("type", "function"), "function": fields}

@@ -1,0 +1,46 @@
+"""Checks at startup that the installed packages have the versions that lorax_server needs."""
+
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, requires, version
+from shlex import quote
+
+from packaging.requirements import Requirement
+
+from lorax_server.errors import ConfigError
+
+
+def check_packages(requirements: Iterable[str] | None = None) -> None:
+    """Raise `ConfigError` if another package has changed the version of a dependency, as `lorax-client` does.
+
+    The error names the package, both versions and the command that repairs the environment. By default, the
+    requirements of lorax_server are checked.
+    """
+    wrong = []
+    for requirement in map(Requirement, _read_requirements() if requirements is None else requirements):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            found = version(requirement.name)
+        except PackageNotFoundError:
+            wrong.append((requirement, "is not installed"))
+            continue
+        if not requirement.specifier.contains(found, prereleases=True):
+            wrong.append((requirement, f"{found} is installed"))
+    if wrong:
+        problems = ", ".join(f"{needed.name} {found}, but {_format_versions(needed)}" for needed, found in wrong)
+        packages = " ".join(quote(f"{needed.name}{needed.specifier}") for needed, _ in wrong)
+        raise ConfigError(
+            f"{problems}; another package may have changed this environment (lorax-client does, unless it is "
+            f"installed with --no-deps); repair it with: pip install {packages}"
+        )
+
+
+def _read_requirements() -> list[str]:
+    try:
+        return requires("lorax_server") or []
+    except PackageNotFoundError:  # run from a source tree that is not installed
+        return []
+
+
+def _format_versions(needed: Requirement) -> str:
+    return f"lorax_server needs {needed.specifier}" if needed.specifier else "lorax_server needs it"

@@ -1,0 +1,436 @@
+"""Translate the metadata and tensor names of GGUF files to transformers' configs and tensor names.
+
+llama.cpp's converters define these names. They also reorder query and key rows, and change norm weights.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lorax_server.errors import UnsupportedModelError
+from lorax_server.gguf.container import GGUFFile, TensorEntry
+
+TENSOR_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
+ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # part of the config
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+ROPE_TOLERANCE = 1e-4
+DEFAULT_ROPE_THETA = 10000.0
+# Number of layers of the models whose attention scale is derived from the hidden size instead of the head size.
+GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
+
+MODEL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LLAMA_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+HEAD_NORM_NAMES = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+SANDWICH_NAMES = {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+POST_NORM_NAMES = {name: SANDWICH_NAMES[name] for name in ("post_attention_norm", "post_ffw_norm")}
+
+
+class TensorSource(NamedTuple):
+    """The location of a tensor that has a transformers name, and how its values differ from transformers."""
+
+    entry: TensorEntry
+    shape: tuple[int, ...]  # in transformers
+    first_row: int = 0
+    head_dim: int | None = None  # set if the halves of each head's rows are interleaved
+    offset: float = 0.0  # added to the values
+
+
+class _Fields:
+    """Reads metadata fields of a file's architecture, by their names without prefix."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self.file = file
+        self.name = file.require("general.architecture", str)
+
+    def find_int(self, key: str) -> int | None:
+        return self.file.get(f"{self.name}.{key}", int)
+
+    def find_float(self, key: str) -> float | None:
+        return self.file.get(f"{self.name}.{key}", float)
+
+    def int(self, key: str) -> int:
+        return self.file.require(f"{self.name}.{key}", int)
+
+    def float(self, key: str) -> float:
+        return self.file.require(f"{self.name}.{key}", float)
+
+    def has_tensor(self, name: str) -> bool:
+        return name in self.file.tensors
+
+    @property
+    def head_dim(self) -> int:
+        return self.find_int("attention.key_length") or self.int("embedding_length") // self.int("attention.head_count")
+
+    def rope_theta(self) -> float:
+        return self.find_float("rope.freq_base") or DEFAULT_ROPE_THETA
+
+
+@dataclass(frozen=True)
+class GGUFArchitecture:
+    """An architecture in GGUF files: its type in transformers, its tensor names, and its config fields."""
+
+    model_type: str
+    class_name: str
+    names: Mapping[str, str]  # modules of a layer
+    model_names: Mapping[str, str] = field(default_factory=lambda: MODEL_NAMES)
+    layer_prefix: str = "model.layers"
+    interleaves_heads: bool = False
+    norm_offset: float = 0.0
+    make_config: Callable[[_Fields], dict[str, Any]] | None = None
+
+
+def find_architecture(file: GGUFFile) -> GGUFArchitecture:
+    name = file.require("general.architecture", str)
+    kind = file.get("general.type", str) or "model"
+    if kind != "model":
+        hint = "; `lorax convert-adapter` converts it" if kind == "adapter" else ""
+        raise UnsupportedModelError(f"{file.path}: the file contains an {kind[:40]}, not a model{hint}")
+    if name not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"{file.path}: GGUF architecture {name!r} is not supported; use one of {', '.join(sorted(ARCHITECTURES))}"
+        )
+    if name == "llama" and "mistral" in (file.get("general.name", str) or "").lower():
+        return MISTRAL
+    return ARCHITECTURES[name]
+
+
+def make_config(file: GGUFFile) -> dict[str, Any]:
+    """Return the content of transformers' `config.json` for a file."""
+    fields, arch = _Fields(file), find_architecture(file)
+    if "token_embd.weight" not in file.tensors:
+        raise file.error("tensor 'token_embd.weight' is missing")
+    if file.get(f"{fields.name}.attention.causal", bool) is False:
+        raise UnsupportedModelError(f"{file.path}: only causal models are supported")
+    heads, head_dim = fields.int("attention.head_count"), fields.head_dim
+    if (fields.find_int("attention.value_length") or head_dim) != head_dim:
+        raise UnsupportedModelError(f"{file.path}: attention.key_length and attention.value_length differ")
+    config = {
+        "architectures": [arch.class_name],
+        "model_type": arch.model_type,
+        "dtype": "bfloat16",  # on GPUs, weights are dequantized to this dtype
+        "hidden_size": fields.int("embedding_length"),
+        "intermediate_size": fields.int("feed_forward_length"),
+        "num_hidden_layers": fields.int("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": fields.find_int("attention.head_count_kv") or heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": fields.int("context_length"),
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "rms_norm_eps": fields.find_float("attention.layer_norm_rms_epsilon"),
+        "layer_norm_eps": fields.find_float("attention.layer_norm_epsilon"),
+        "rope_parameters": _rope_parameters(fields),
+        "attention_bias": fields.has_tensor("blk.0.attn_q.bias") or fields.has_tensor("blk.0.attn_qkv.bias"),
+        "mlp_bias": fields.has_tensor("blk.0.ffn_up.bias"),
+        "tie_word_embeddings": not fields.has_tensor("output.weight"),
+        **{f"{token}_token_id": file.get(f"tokenizer.ggml.{key}_token_id", int) for token, key in TOKEN_KEYS.items()},
+        **(arch.make_config(fields) if arch.make_config else {}),
+    }
+    return {key: value for key, value in config.items() if value is not None or key in NULLABLE_FIELDS}
+
+
+TOKEN_KEYS = {"bos": "bos", "eos": "eos", "pad": "padding"}
+# Fields for which null and a missing value differ in transformers.
+NULLABLE_FIELDS = ("sliding_window", "bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def map_tensors(file: GGUFFile, config: Mapping[str, Any]) -> dict[str, TensorSource]:
+    """Return the tensors of a file by their names in transformers. Reject unknown tensors."""
+    arch, tensors = find_architecture(file), {}
+    for name, entry in file.tensors.items():
+        if name not in ROPE_TENSORS:
+            tensors.update(map_tensor(file, arch, config, name, entry))
+    return tensors
+
+
+def map_tensor(
+    file: GGUFFile, arch: GGUFArchitecture, config: Mapping[str, Any], name: str, entry: TensorEntry
+) -> Iterator[tuple[str, TensorSource]]:
+    match, rows = TENSOR_NAME.fullmatch(name), entry.shape[0]
+    layer, module, kind = match.groups() if match else (None, "", "")
+    names = arch.model_names if layer is None else arch.names
+    is_fused = layer is not None and module == "attn_qkv" and "attn_q" in names
+    if (not is_fused and module not in names) or int(layer or 0) >= config["num_hidden_layers"]:
+        raise UnsupportedModelError(f"{file.path}: tensor {name!r} is not supported for {arch.model_type} models")
+    prefix = "" if layer is None else f"{arch.layer_prefix}.{layer}."
+    head_dim = config["head_dim"] if arch.interleaves_heads else None
+    if is_fused:
+        size, kv_size = (config[f"num_{each}_heads"] * config["head_dim"] for each in ("attention", "key_value"))
+        if rows != size + 2 * kv_size:
+            raise file.error(f"tensor {name!r} has {rows} rows, expected {size + 2 * kv_size}")
+        for part, start, count in (("q", 0, size), ("k", size, kv_size), ("v", size + kv_size, kv_size)):
+            source = TensorSource(entry, (count, *entry.shape[1:]), start, None if part == "v" else head_dim)
+            yield f"{prefix}{names[f'attn_{part}']}.{kind}", source
+        return
+    target = f"{prefix}{names[module]}.{kind}"
+    if "{row}" in target:  # transformers stores each row as a tensor
+        for row in range(rows):
+            yield target.format(row=row), TensorSource(entry, entry.shape[1:], row)
+        return
+    source = TensorSource(entry, entry.shape, offset=arch.norm_offset if name.endswith("norm.weight") else 0.0)
+    if module in ("attn_q", "attn_k") and head_dim is not None:
+        if rows % head_dim:
+            raise file.error(f"tensor {name!r} has {rows} rows, which is not a multiple of the head size {head_dim}")
+        source = source._replace(head_dim=head_dim)
+    yield target, source
+
+
+# --- RoPE -------------------------------------------------------------------------------------------------------------
+
+
+def _rope_parameters(fields: _Fields) -> dict[str, Any]:
+    kind = fields.file.get(f"{fields.name}.rope.scaling.type", str) or "none"
+    factor = fields.find_float("rope.scaling.factor") or fields.find_float("rope.scale_linear")
+    original = fields.find_int("rope.scaling.original_context_length")
+    common = {"rope_theta": fields.rope_theta()}
+    rotary_dim, head_dim = fields.find_int("rope.dimension_count"), fields.head_dim
+    if rotary_dim is not None and rotary_dim != head_dim:
+        part = rotary_dim / head_dim
+        common["partial_rotary_factor"] = part if int(head_dim * part) == rotary_dim else math.nextafter(part, 2)
+    if fields.has_tensor("rope_freqs.weight"):
+        return common | _llama3_rope(fields, _read_floats(fields, "rope_freqs.weight"))
+    if fields.has_tensor("rope_factors_long.weight") and fields.has_tensor("rope_factors_short.weight"):
+        long, short = (_read_floats(fields, f"rope_factors_{each}.weight").tolist() for each in ("long", "short"))
+        attention = {"attention_factor": fields.find_float("rope.scaling.attn_factor")}
+        common |= {key: value for key, value in attention.items() if value is not None}
+        lengths = {"original_max_position_embeddings": original or fields.int("context_length")}
+        return common | lengths | {"rope_type": "longrope", "long_factor": long, "short_factor": short}
+    if kind == "none" or (kind in ("linear", "yarn") and (factor or 1) == 1):
+        return common | {"rope_type": "default"}
+    if kind == "linear":
+        return common | {"rope_type": "linear", "factor": factor}
+    if kind == "yarn":
+        keys = {"attention_factor": "attn_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow"}
+        values = {name: fields.find_float(f"rope.scaling.yarn_{key}") for name, key in keys.items()}
+        values |= {"factor": factor, "original_max_position_embeddings": original}
+        return common | {"rope_type": "yarn"} | {key: value for key, value in values.items() if value is not None}
+    raise UnsupportedModelError(f"{fields.file.path}: RoPE scaling {kind[:40]!r} is not supported")
+
+
+def _llama3_rope(fields: _Fields, factors: "np.ndarray[Any, np.dtype[np.float32]]") -> dict[str, Any]:
+    """Return Llama 3's RoPE settings. The file contains only the resulting divisors of the frequencies."""
+    values = LLAMA3_ROPE | {"factor": float(factors.max())}
+    frequencies = fields.rope_theta() ** -(np.arange(len(factors)) / len(factors))
+    turns = values["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    low, high = values["low_freq_factor"], values["high_freq_factor"]
+    smooth = ((turns - low) / (high - low)).clip(0, 1)
+    expected = 1 / ((1 - smooth) / values["factor"] + smooth)
+    if not np.allclose(factors, expected, rtol=ROPE_TOLERANCE):
+        raise UnsupportedModelError(f"{fields.file.path}: rope_freqs.weight does not contain Llama 3's RoPE scaling")
+    return {"rope_type": "llama3", **values}
+
+
+def _read_floats(fields: _Fields, name: str) -> "np.ndarray[Any, np.dtype[np.float32]]":
+    entry = fields.file.tensors[name]
+    if entry.type.name != "F32" or len(entry.shape) != 1:
+        raise fields.file.error(f"tensor {name!r} must be a vector of F32")
+    values = np.fromfile(entry.path, "<f4", entry.shape[0], offset=entry.start)
+    if not (np.isfinite(values) & (values > 0)).all():
+        raise fields.file.error(f"tensor {name!r} contains values that are not positive numbers")
+    return values
+
+
+# --- Architectures ----------------------------------------------------------------------------------------------------
+
+
+def _gemma2_config(fields: _Fields) -> dict[str, Any]:
+    heads, is_27b = fields.int("attention.head_count"), fields.int("block_count") == GEMMA_27B_LAYERS.get(fields.name)
+    return {
+        "query_pre_attn_scalar": fields.int("embedding_length") // heads if is_27b else fields.head_dim,
+        "sliding_window": fields.find_int("attention.sliding_window"),
+        "attn_logit_softcapping": fields.find_float("attn_logit_softcapping"),
+        "final_logit_softcapping": fields.find_float("final_logit_softcapping"),
+    }
+
+
+def _gemma3_config(fields: _Fields) -> dict[str, Any]:
+    local_theta = fields.find_float("rope.freq_base_swa") or DEFAULT_ROPE_THETA
+    local = {"rope_type": "default", "rope_theta": local_theta}
+    rope = {"full_attention": _rope_parameters(fields), "sliding_attention": local}
+    return _gemma2_config(fields) | {"rope_parameters": rope}
+
+
+def _phi3_config(fields: _Fields) -> dict[str, Any]:
+    original = fields.find_int("rope.scaling.original_context_length")
+    window = fields.find_int("attention.sliding_window") or None
+    return {"sliding_window": window, "original_max_position_embeddings": original or fields.int("context_length")}
+
+
+def _granite_config(fields: _Fields) -> dict[str, Any]:
+    return {
+        "attention_multiplier": fields.find_float("attention.scale") or fields.head_dim**-0.5,
+        "embedding_multiplier": fields.find_float("embedding_scale") or 1.0,
+        "residual_multiplier": fields.find_float("residual_scale") or 1.0,
+        "logits_scaling": fields.find_float("logit_scale") or 1.0,
+    }
+
+
+def _olmo2_config(fields: _Fields) -> dict[str, Any]:
+    if fields.find_int("attention.sliding_window"):
+        raise UnsupportedModelError(f"{fields.file.path}: OLMo 3 (olmo2 with sliding windows) is not supported")
+    return {}
+
+
+def _exaone4_config(fields: _Fields) -> dict[str, Any]:
+    window = fields.find_int("attention.sliding_window") or None
+    if window is None:
+        return {"sliding_window": None, "layer_types": ["full_attention"] * fields.int("block_count")}
+    count, key = fields.int("block_count"), f"{fields.name}.attention.sliding_window_pattern"
+    slides = fields.file.get_list(key, bool, count) or [(layer + 1) % 4 != 0 for layer in range(count)]
+    return {
+        "sliding_window": window,
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in slides],
+    }
+
+
+def _cohere_config(fields: _Fields) -> dict[str, Any]:
+    return {
+        "logit_scale": fields.float("logit_scale"),
+        "use_qk_norm": fields.has_tensor("blk.0.attn_q_norm.weight"),
+        "sliding_window": fields.find_int("attention.sliding_window"),
+    }
+
+
+def _stablelm_config(fields: _Fields) -> dict[str, Any]:
+    return {
+        "use_qkv_bias": fields.has_tensor("blk.0.attn_q.bias"),
+        "use_parallel_residual": not fields.has_tensor("blk.0.ffn_norm.weight"),
+        "qk_layernorm": fields.has_tensor("blk.0.attn_q_norm.weight"),
+    }
+
+
+def _starcoder2_config(fields: _Fields) -> dict[str, Any]:
+    eps = fields.float("attention.layer_norm_epsilon")
+    return {"norm_epsilon": eps, "use_bias": fields.has_tensor("blk.0.attn_q.bias"), "sliding_window": None}
+
+
+def _gpt2_config(fields: _Fields) -> dict[str, Any]:
+    return {
+        "n_embd": fields.int("embedding_length"),
+        "n_head": fields.int("attention.head_count"),
+        "n_inner": fields.int("feed_forward_length"),
+        "n_layer": fields.int("block_count"),
+        "n_positions": fields.int("context_length"),
+        "layer_norm_epsilon": fields.float("attention.layer_norm_epsilon"),
+    }
+
+
+def _make_architectures() -> dict[str, GGUFArchitecture]:
+    plain_mlp = {name: target for name, target in LLAMA_NAMES.items() if name != "ffn_gate"}
+    fused_mlp = plain_mlp | {"ffn_up": "mlp.gate_up_proj"}
+    post_norms = {name: target for name, target in LLAMA_NAMES.items() if name not in ("attn_norm", "ffn_norm")}
+    post_norms |= POST_NORM_NAMES | HEAD_NORM_NAMES
+    phi3 = {name: target for name, target in fused_mlp.items() if name not in ("attn_q", "attn_k", "attn_v")}
+    llama_with_head_norms = LLAMA_NAMES | HEAD_NORM_NAMES
+    row_norms = {name: f"{target[:-4]}layernorm.norms.{{row}}" for name, target in HEAD_NORM_NAMES.items()}
+    gpt2_modules = {
+        "attn_norm": "ln_1",
+        "attn_qkv": "attn.c_attn",
+        "attn_output": "attn.c_proj",
+        "ffn_norm": "ln_2",
+        "ffn_up": "mlp.c_fc",
+        "ffn_down": "mlp.c_proj",
+    }
+    return {
+        "arcee": GGUFArchitecture("arcee", "ArceeForCausalLM", plain_mlp, interleaves_heads=True),
+        "cohere2": GGUFArchitecture("cohere2", "Cohere2ForCausalLM", LLAMA_NAMES, make_config=_cohere_config),
+        "command-r": GGUFArchitecture("cohere", "CohereForCausalLM", llama_with_head_norms, make_config=_cohere_config),
+        "exaone4": GGUFArchitecture("exaone4", "Exaone4ForCausalLM", post_norms, make_config=_exaone4_config),
+        "gemma": GGUFArchitecture("gemma", "GemmaForCausalLM", LLAMA_NAMES, norm_offset=-1.0),
+        "gemma2": GGUFArchitecture(
+            "gemma2",
+            "Gemma2ForCausalLM",
+            LLAMA_NAMES | SANDWICH_NAMES,
+            norm_offset=-1.0,
+            make_config=_gemma2_config,
+        ),
+        "gemma3": GGUFArchitecture(
+            "gemma3_text",
+            "Gemma3ForCausalLM",
+            llama_with_head_norms | SANDWICH_NAMES,
+            norm_offset=-1.0,
+            make_config=_gemma3_config,
+        ),
+        "glm4": GGUFArchitecture(
+            "glm4",
+            "Glm4ForCausalLM",
+            fused_mlp | {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"},
+        ),
+        "gpt2": GGUFArchitecture(
+            "gpt2",
+            "GPT2LMHeadModel",
+            gpt2_modules,
+            {
+                "token_embd": "transformer.wte",
+                "position_embd": "transformer.wpe",
+                "output_norm": "transformer.ln_f",
+                "output": "lm_head",
+            },
+            layer_prefix="transformer.h",
+            make_config=_gpt2_config,
+        ),
+        "granite": GGUFArchitecture(
+            "granite", "GraniteForCausalLM", LLAMA_NAMES, interleaves_heads=True, make_config=_granite_config
+        ),
+        "llama": GGUFArchitecture("llama", "LlamaForCausalLM", LLAMA_NAMES, interleaves_heads=True),
+        "nemotron": GGUFArchitecture(
+            "nemotron",
+            "NemotronForCausalLM",
+            plain_mlp,
+            norm_offset=-1.0,
+            make_config=lambda fields: {"norm_eps": fields.float("attention.layer_norm_epsilon")},
+        ),
+        "olmo2": GGUFArchitecture("olmo2", "Olmo2ForCausalLM", post_norms, make_config=_olmo2_config),
+        "phi2": GGUFArchitecture(
+            "phi",
+            "PhiForCausalLM",
+            plain_mlp | {"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
+            MODEL_NAMES | {"output_norm": "model.final_layernorm"},
+        ),
+        "phi3": GGUFArchitecture(
+            "phi3",
+            "Phi3ForCausalLM",
+            phi3 | {"attn_qkv": "self_attn.qkv_proj"},
+            make_config=_phi3_config,
+        ),
+        "qwen2": GGUFArchitecture("qwen2", "Qwen2ForCausalLM", LLAMA_NAMES),
+        "qwen3": GGUFArchitecture("qwen3", "Qwen3ForCausalLM", llama_with_head_norms),
+        "smollm3": GGUFArchitecture("smollm3", "SmolLM3ForCausalLM", LLAMA_NAMES, interleaves_heads=True),
+        "stablelm": GGUFArchitecture(
+            "stablelm", "StableLmForCausalLM", LLAMA_NAMES | row_norms, make_config=_stablelm_config
+        ),
+        "starcoder2": GGUFArchitecture(
+            "starcoder2",
+            "Starcoder2ForCausalLM",
+            plain_mlp | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+            make_config=_starcoder2_config,
+        ),
+    }
+
+
+ARCHITECTURES = _make_architectures()
+# llama.cpp treats Mistral as Llama. Adapters name the architecture that they were trained on.
+MISTRAL = GGUFArchitecture(
+    "mistral",
+    "MistralForCausalLM",
+    LLAMA_NAMES,
+    interleaves_heads=True,
+    make_config=lambda _: {"sliding_window": None},
+)

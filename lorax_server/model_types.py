@@ -1,0 +1,139 @@
+"""The supported model types, and a check of `config.json`. The check needs neither torch nor the model's weights."""
+
+import ast
+import json
+from collections.abc import Mapping
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
+from string import ascii_lowercase
+from typing import Any
+
+from lorax_server.errors import ConfigError, UnsupportedModelError
+from lorax_server.files.names import CONFIG_FILE, MODEL_CONFIG_FILE
+
+# `model_type` in `config.json` -> file and class in `models/custom_modeling/`.
+MODELS = {
+    "arcee": "flash_arcee_modeling.FlashArceeForCausalLM",
+    "bloom": "flash_bloom_modeling.FlashBloomForCausalLM",
+    "cohere": "flash_cohere_modeling.FlashCohereForCausalLM",
+    "cohere2": "flash_cohere2_modeling.FlashCohere2ForCausalLM",
+    "exaone4": "flash_exaone4_modeling.FlashExaone4ForCausalLM",
+    "falcon": "flash_falcon_modeling.FlashFalconForCausalLM",
+    "gemma": "flash_gemma_modeling.FlashGemmaForCausalLM",
+    "gemma2": "flash_gemma2_modeling.FlashGemma2ForCausalLM",
+    "gemma3_text": "flash_gemma3_modeling.FlashGemma3ForCausalLM",
+    "glm": "flash_glm_modeling.FlashGLMForCausalLM",
+    "glm4": "flash_glm4_modeling.FlashGLM4ForCausalLM",
+    "gpt2": "flash_gpt2_modeling.FlashGPT2ForCausalLM",
+    "gpt_bigcode": "flash_gpt_bigcode_modeling.FlashGPTBigCodeForCausalLM",
+    "gpt_neox": "flash_neox_modeling.FlashGPTNeoXForCausalLM",
+    "gptj": "flash_gptj_modeling.FlashGPTJForCausalLM",
+    "granite": "flash_granite_modeling.FlashGraniteForCausalLM",
+    "llama": "flash_llama_modeling.FlashLlamaForCausalLM",
+    "mistral": "flash_mistral_modeling.FlashMistralForCausalLM",
+    "mpt": "flash_mpt_modeling.FlashMPTForCausalLM",
+    "nemotron": "flash_nemotron_modeling.FlashNemotronForCausalLM",
+    "olmo2": "flash_olmo2_modeling.FlashOLMo2ForCausalLM",
+    "opt": "flash_opt_modeling.FlashOPTForCausalLM",
+    "phi": "flash_phi_modeling.FlashPhiForCausalLM",
+    "phi3": "flash_phi3_modeling.FlashPhi3ForCausalLM",
+    "qwen2": "flash_qwen2_modeling.FlashQwen2ForCausalLM",
+    "qwen3": "flash_qwen3_modeling.FlashQwen3ForCausalLM",
+    "smollm3": "flash_smollm3_modeling.FlashSmolLM3ForCausalLM",
+    "stablelm": "flash_stablelm_modeling.FlashStableLMForCausalLM",
+    "starcoder2": "flash_starcoder2_modeling.FlashStarCoder2ForCausalLM",
+}
+
+# Maps a model type to a config field. Models that set this field run in padded batches.
+PADDED_ONLY_FIELDS = {"falcon": "alibi"}
+OTHER_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "RewardModel")
+MULTIMODAL_FIELDS = ("vision_config", "audio_config")
+
+
+def find_similar_types(model_type: str) -> list[str]:
+    """Return supported model types with names similar to `model_type`, which is unsupported."""
+    name = model_type.lower()
+    stem = name[: len(name) - len(name.lstrip(ascii_lowercase))]
+    same = [known for known in sorted(MODELS) if stem and known.startswith(stem)]
+    return list(dict.fromkeys([*same, *get_close_matches(name, sorted(MODELS))]))
+
+
+def check_model_config(folder: Path, model_id: str, *, needs_adapters: bool = False) -> None:
+    """Raise `ConfigError` if `config.json` shows that the model cannot be served, or cannot be served with adapters."""
+    path = folder / MODEL_CONFIG_FILE
+    if not path.is_file():
+        reason = "not a model folder, because it has no config.json"
+        if (folder / CONFIG_FILE).is_file():
+            reason = "this is an adapter; name its base model, and request the adapter by its name"
+        raise ConfigError(f"model {model_id!r}: {reason}")
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"model {model_id!r}: config.json cannot be read: {error}") from error
+    problem = _find_problem(config, needs_adapters) if isinstance(config, dict) else "config.json is not an object"
+    if problem:
+        raise UnsupportedModelError(f"model {model_id!r}: {problem} (docs/models.md)")
+
+
+def is_paged(config: Mapping[str, Any]) -> bool:
+    """Return True if the model that this `config.json` describes has a paged implementation."""
+    model_type = config.get("model_type")
+    return model_type in MODELS and not config.get(PADDED_ONLY_FIELDS.get(model_type, ""))
+
+
+def _find_problem(config: Mapping[str, Any], needs_adapters: bool) -> str | None:
+    """Return the reason why the model cannot be served, or None."""
+    model_type, classes, stored = (config.get(n) for n in ("model_type", "architectures", "quantization_config"))
+    classes = classes or []
+    if not isinstance(model_type, str) or not isinstance(classes, list) or not all(isinstance(c, str) for c in classes):
+        return "config.json must contain a `model_type` and a list of `architectures`"
+    if stored and (is_paged(config) or not isinstance(stored, dict) or not stored.get("load_in_8bit")):
+        method = stored.get("quant_method") if isinstance(stored, dict) else stored
+        return f"the weights are quantized ({method}), which is not supported; use the model with 16-bit weights"
+    if not _generates_text(config, model_type, classes):
+        return _describe_unsupported(config, model_type, classes)
+    if needs_adapters and not is_paged(config):
+        similar = _similar(model_type)
+        return f"the model type {model_type!r} is served without adapters, but adapters are configured{similar}"
+    return None
+
+
+def _generates_text(config: Mapping[str, Any], model_type: str, classes: list[str]) -> bool:
+    """Return True if the model is a causal language model. It may have been saved from the class without LM head."""
+    causal = None if is_paged(config) else _read_mapping("modeling_auto.py", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
+    if causal is None:
+        return not any(name.endswith(OTHER_HEADS) for name in classes)
+    return model_type in causal and (not classes or not causal.isdisjoint(classes))
+
+
+def _describe_unsupported(config: Mapping[str, Any], model_type: str, classes: list[str]) -> str:
+    name = classes[0] if classes else model_type
+    if any(field in config for field in MULTIMODAL_FIELDS):
+        return f"{name} reads images or audio, which is not supported; only text models are served"
+    if config.get("is_encoder_decoder"):
+        return f"{name} is an encoder-decoder model, which is not supported; only causal language models are served"
+    if model_type in (_read_mapping("auto_mappings.py", "CONFIG_MAPPING_NAMES") or ()):
+        return f"{name} does not generate text; only causal language models are served"
+    return f"the model type {model_type!r} is unknown to the installed version of transformers" + _similar(model_type)
+
+
+def _similar(model_type: str) -> str:
+    similar = find_similar_types(model_type)
+    return f"; similar types with full support: {', '.join(similar)}" if similar else ""
+
+
+def _read_mapping(file: str, name: str) -> frozenset[str] | None:
+    """Return the strings in a table of transformers, read from its source, because importing it takes seconds."""
+    spec = find_spec("transformers")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        tree = ast.parse(Path(spec.origin).with_name("models").joinpath("auto", file).read_text())
+    except (OSError, SyntaxError):
+        return None
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
+            constants = (part.value for part in ast.walk(node.value) if isinstance(part, ast.Constant))
+            return frozenset(value for value in constants if isinstance(value, str))
+    return None

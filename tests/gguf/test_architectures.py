@@ -1,0 +1,151 @@
+"""Logits of GGUF files match transformers, for each architecture and with mixed tensor types."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lorax_server.config import ModelConfig
+from lorax_server.errors import UnsupportedModelError, WeightsError
+from lorax_server.gguf.architectures import ARCHITECTURES
+from lorax_server.gguf.model_folder import find_model_folder
+from lorax_server.models.registry import get_model
+from tests.gguf import writer
+from tests.paged import PagedDriver
+from tests.parity.oracle import oracle_logits
+from tests.parity.variant import VOCAB, Variant, rope
+from tests.parity.variants import VARIANTS
+
+# Quantized rows consist of blocks of 32 weights.
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}
+LLAMA3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "arcee": ("arcee-biases", SIZES),
+    "cohere2": ("cohere2", SIZES | {"layer_types": None, "num_hidden_layers": 5}),
+    "command-r": ("cohere-head-norm", SIZES),
+    "exaone4": ("exaone4", SIZES),
+    "exaone4-no-window": ("exaone4-no-window", SIZES),
+    "gemma": ("gemma", SIZES),
+    "gemma2": ("gemma2-logit-cap", SIZES | {"query_pre_attn_scalar": 16}),
+    "gemma3": ("gemma3-window", SIZES | {"query_pre_attn_scalar": 16, "layer_types": None, "num_hidden_layers": 7}),
+    "glm4": ("glm4", SIZES),
+    "glm4-yarn": ("glm4-yarn", SIZES),
+    "gpt2": ("gpt2", {"n_embd": 64}),
+    "granite": ("granite", SIZES),
+    "llama": ("llama-gqa", SIZES),
+    "llama-bias": ("llama-attention-bias", SIZES | {"mlp_bias": True, "tie_word_embeddings": True}),
+    "llama-head-dim": ("llama-own-head-dim", SIZES),
+    "llama-linear": ("llama-rope-linear", SIZES),
+    "llama-llama3": ("llama-gqa", SIZES | {"head_dim": 64} | rope("llama3", **LLAMA3 | {"rope_theta": 500000.0})),
+    "nemotron": ("nemotron-biases", SIZES),
+    "olmo2": ("olmo2", SIZES),
+    "phi2": ("phi", SIZES | {"num_key_value_heads": 4}),
+    "phi3": ("phi3-window", SIZES),
+    "phi3-longrope": ("phi3-longrope-beyond", {}),
+    "phi3-partial": ("phi3-partial-rotary", SIZES),
+    "qwen2": ("qwen2-bias", SIZES),
+    "qwen3": ("qwen3-attention-bias", SIZES),
+    "smollm3": ("smollm3", SIZES | {"no_rope_layers": None, "num_hidden_layers": 5}),
+    "stablelm": ("stablelm-bias", SIZES),
+    "stablelm-norms": ("stablelm-head-norms", SIZES),
+    "stablelm-parallel": ("stablelm-parallel", SIZES),
+    "starcoder2": ("starcoder2", SIZES),
+}
+# transformers ignores config fields of the other cases, or does not read their architecture.
+READ_BY_TRANSFORMERS = ("gpt2", "llama", "llama-head-dim", "qwen2", "starcoder2")
+PROMPT = [(7 * place * place + 3) % VOCAB for place in range(23)]
+TOLERANCE = 1e-4
+
+
+def make_oracle(case: str) -> Any:
+    """Make a transformers model with random parameters: no bias is zero and no norm is one."""
+    name, changes = CASES[case]
+    variant: Variant = replace(VARIANTS[name], settings=VARIANTS[name].settings | changes)
+    torch.manual_seed(sum(case.encode()))
+    model = AutoModelForCausalLM.from_config(variant.config(), dtype=torch.float32).eval()
+    for parameter_name, parameter in model.named_parameters():
+        parameter.data.normal_(0, 0.3)
+        if parameter.dim() == 1 and parameter_name.endswith("weight"):
+            parameter.data.add_(variant.norm_mean)
+    return model
+
+
+def serve(path: Path) -> PagedDriver:
+    return PagedDriver(get_model(ModelConfig(find_model_folder(path))))
+
+
+def prefill(driver: PagedDriver) -> torch.Tensor:
+    return driver.forward([(driver.add(prompt_length=len(PROMPT)), PROMPT)])[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_match_transformers_with_dequantized_weights(case: str, tmp_path: Path) -> None:
+    oracle = make_oracle(case)
+    choose_type = writer.mixed_types if CASES[case][1] else lambda _: writer.Type.F32
+    writer.write_model(tmp_path / "model.gguf", oracle, choose_type)
+    driver = serve(tmp_path / "model.gguf")
+    assert bool(driver.model.weight_format) == bool(CASES[case][1])
+    expected = oracle_logits(oracle, PROMPT, len(PROMPT), {})
+    assert (prefill(driver) - expected).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("case", READ_BY_TRANSFORMERS)
+def test_logits_match_transformers_reading_the_same_file(case: str, tmp_path: Path) -> None:
+    writer.write_model(tmp_path / "model.gguf", make_oracle(case), writer.mixed_types)
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32).eval()
+    expected = oracle_logits(oracle, PROMPT, len(PROMPT), {})
+    assert (prefill(serve(tmp_path / "model.gguf")) - expected).abs().max() < TOLERANCE
+
+
+def test_every_architecture_is_tested() -> None:
+    assert set(ARCHITECTURES) <= set(CASES)
+
+
+def test_fused_query_key_value_is_split(tmp_path: Path) -> None:
+    """llama.cpp's converter has an option to fuse these matrices."""
+    oracle = make_oracle("llama-bias")
+    writer.write_model(tmp_path / "model.gguf", oracle, fuses_qkv=True)
+    expected = oracle_logits(oracle, PROMPT, len(PROMPT), {})
+    assert (prefill(serve(tmp_path / "model.gguf")) - expected).abs().max() < TOLERANCE
+
+
+def test_mistral_is_recognized_by_its_name(tmp_path: Path) -> None:
+    """Adapters for Mistral name `mistral` as their base model type."""
+    writer.write_model(tmp_path / "model.gguf", make_oracle("llama"), metadata={"general.name": "Mistral 7B"})
+    assert serve(tmp_path / "model.gguf").model.config.model_type == "mistral"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"general.type": "adapter"}, "the file contains an adapter, not a model"),
+        ({"general.type": "mmproj"}, "the file contains an mmproj, not a model"),
+        ({"llama.rope.scaling.type": "longrope"}, "RoPE scaling 'longrope' is not supported"),
+    ],
+)
+def test_unsupported_metadata_is_rejected(metadata: dict[str, str], message: str, tmp_path: Path) -> None:
+    writer.write_model(tmp_path / "model.gguf", make_oracle("llama"), metadata=metadata)
+    with pytest.raises(UnsupportedModelError, match=message):
+        find_model_folder(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize("name", ["blk.0.ffn_gate_exps.weight", "blk.9.attn_q.weight", "output_norm.scale"])
+def test_unknown_tensors_are_rejected(name: str, tmp_path: Path) -> None:
+    writer.write_model(tmp_path / "model.gguf", make_oracle("llama"), extra={name: torch.ones(32)})
+    with pytest.raises(UnsupportedModelError, match=f"tensor '{name}' is not supported for llama models"):
+        find_model_folder(tmp_path / "model.gguf")
+
+
+def test_unused_tensors_are_rejected(tmp_path: Path) -> None:
+    writer.write_model(tmp_path / "model.gguf", make_oracle("llama"), extra={"blk.0.attn_output.bias": torch.ones(64)})
+    with pytest.raises(WeightsError, match=r"the model does not support tensor 'model.layers.0.self_attn.o_proj.bias'"):
+        serve(tmp_path / "model.gguf")
+
+
+def test_other_rope_factors_than_llama3_are_rejected(tmp_path: Path) -> None:
+    writer.write_model(tmp_path / "model.gguf", make_oracle("llama"), extra={"rope_freqs.weight": torch.arange(1.0, 5)})
+    with pytest.raises(UnsupportedModelError, match=r"rope_freqs\.weight does not contain Llama 3's RoPE scaling"):
+        find_model_folder(tmp_path / "model.gguf")

@@ -1,0 +1,83 @@
+"""Unsupported models are rejected from `config.json` alone, with one sentence."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from lorax_server.errors import ConfigError
+from lorax_server.model_types import MODELS, check_model_config, is_paged
+
+
+def check(folder: Path, config: Any, **options: bool) -> None:
+    (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    check_model_config(folder, "owner/model", **options)
+
+
+REJECTED = {
+    "awq": (
+        {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "awq"}},
+        r"the weights are quantized \(awq\), which is not supported; use the model with 16-bit weights",
+    ),
+    "broken quantization": ({"model_type": "llama", "quantization_config": 4}, r"quantized \(4\)"),
+    "encoder": (
+        {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+        "BertForMaskedLM does not generate text; only causal language models are served",
+    ),
+    "classifier": (
+        {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
+        "LlamaForSequenceClassification does not generate text",
+    ),
+    "vision": (
+        {"model_type": "qwen2_vl", "architectures": ["Qwen2VLForConditionalGeneration"], "vision_config": {}},
+        "Qwen2VLForConditionalGeneration reads images or audio",
+    ),
+    "encoder-decoder": (
+        {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
+        "T5ForConditionalGeneration is an encoder-decoder model",
+    ),
+    "unknown": (
+        {"model_type": "llama9", "architectures": ["Llama9ForCausalLM"]},
+        "model type 'llama9' is unknown to the installed version of transformers; similar types .*: llama",
+    ),
+    "no type": ({"architectures": ["LlamaForCausalLM"]}, "must contain a `model_type`"),
+    "wrong types": ({"model_type": "llama", "architectures": "LlamaForCausalLM"}, "a list of `architectures`"),
+    "not an object": ([], "config.json is not an object"),
+    "not JSON": ("{", "config.json cannot be read"),
+    "deep": ("[" * 100_000, "config.json cannot be read"),
+}
+
+
+@pytest.mark.parametrize(("config", "reason"), REJECTED.values(), ids=REJECTED)
+def test_unsupported_config_is_rejected_with_reason(tmp_path: Path, config: Any, reason: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^model 'owner/model': .*{reason}"):
+        check(tmp_path, config)
+
+
+def test_adapter_folder_is_not_a_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="this is an adapter; name its base model"):
+        check_model_config(tmp_path, "owner/model")
+
+
+def test_padded_model_is_rejected_only_if_adapters_are_configured(tmp_path: Path) -> None:
+    config = {"model_type": "codegen", "architectures": ["CodeGenForCausalLM"]}
+    check(tmp_path, config)
+    with pytest.raises(ConfigError, match="'codegen' is served without adapters, but adapters are configured"):
+        check(tmp_path, config, needs_adapters=True)
+    check(tmp_path, config | {"quantization_config": {"load_in_8bit": True}})
+
+
+@pytest.mark.parametrize("model_type", sorted({*MODELS, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}))
+def test_every_causal_model_type_passes(tmp_path: Path, model_type: str) -> None:
+    names: Any = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, "LlamaForCausalLM")
+    for name in names if isinstance(names, tuple | list) else (names,):
+        check(tmp_path, {"model_type": model_type, "architectures": [name]})
+
+
+def test_falcon_with_alibi_is_padded() -> None:
+    assert is_paged({"model_type": "falcon"})
+    assert not is_paged({"model_type": "falcon", "alibi": True})
+    assert not is_paged({"model_type": "codegen"})
