@@ -1,4 +1,4 @@
-"""The layout of quantized weights in the CPU kernels: panels of output columns, with integers in groups of four inputs."""
+"""The layout of quantized weights in the CPU kernels: panels of outputs, with integers in groups of four inputs."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -40,9 +40,9 @@ class BlockFormat:
 class BlockPanels(StoredMatrix):
     """Rows `start` to `stop` of a `BlockMatrix`, stored as panels `[panels, inputs / 32, bytes]`.
 
-    For each panel and 32 inputs, the bytes are the integers `[groups, width, 4]`, then the scales `[32 / block, width]`,
-    then the offsets, if any. The values and the order of the inputs are those of `BlockMatrix`: 4-bit values remain packed.
-    The last panel is padded with zeros.
+    For each panel and 32 inputs, the bytes are the integers `[groups, width, 4]`, then the scales
+    `[32 / block, width]`, then the offsets, if any. The values and the order of the inputs are those of `BlockMatrix`:
+    4-bit values remain packed. The last panel is padded with zeros.
     """
 
     panels: torch.Tensor
@@ -84,16 +84,13 @@ class BlockPanels(StoredMatrix):
         first, last = self.start // width, -(-self.stop // width)
         rows = slice(self.start - first * width, self.stop - first * width)
         values, scales, offsets = _split(self.panels[first:last], self.format)
-        integers = values.permute(0, 3, 1, 2).flatten(0, 1)[rows].flatten(1)
+        integers = _gather_rows(values, rows)
         if self.format.bits == 8:
             plain = (integers ^ SIGN_BITS if self.format.bias else integers).contiguous().view(torch.int8)
         else:
             plain = integers.contiguous().view(torch.uint8)
-        scales, offsets = (
-            None if part is None else part.permute(0, 3, 1, 2).flatten(0, 1)[rows].flatten(1)
-            for part in (scales, offsets)
-        )
-        assert scales is not None
+        scales = _gather_rows(scales, rows)
+        offsets = None if offsets is None else _gather_rows(offsets, rows)
         return BlockMatrix(plain, scales, offsets, self.format.bits, self.dtype)
 
 
@@ -123,6 +120,11 @@ def _split(panels: torch.Tensor, layout: BlockFormat) -> tuple[torch.Tensor, tor
     if not layout.has_offsets:
         return values, scales, None
     return values, scales, panels[..., ends[1] :].view(layout.scale_dtype).unflatten(-1, (-1, layout.width))
+
+
+def _gather_rows(panels: torch.Tensor, rows: slice) -> torch.Tensor:
+    """Return rows of `[panels, blocks, parts, width]` as `[rows, blocks * parts]`."""
+    return panels.permute(0, 3, 1, 2).flatten(0, 1)[rows].flatten(1)
 
 
 def _scatter_rows(rows: torch.Tensor, panels: torch.Tensor) -> None:

@@ -117,7 +117,7 @@ class CpuLinears:
         matrix, bias = weights.weight, weights.bias
         assert isinstance(matrix, PanelMatrix | BlockPanels)
         if matrix.start:
-            raise ValueError(f"products with rows {matrix.start} to {matrix.stop} of a matrix in panels are not supported")
+            raise ValueError(f"a product with rows {matrix.start} to {matrix.stop} of panels is not supported")
         if bias is not None and (bias.dtype != matrix.dtype or len(bias) != len(matrix)):
             raise ValueError(f"bias must be {len(matrix)} x {matrix.dtype} (got {len(bias)} x {bias.dtype})")
         struct = self._make_struct(matrix, bias)
