@@ -174,6 +174,7 @@ def serving(
     *flags: str,
     environ: dict[str, str] | None = None,
     has_hub: bool = False,
+    has_adapters: bool = True,
     from_scratch: bool = False,
     **settings: float,
 ) -> Iterator[Server]:
@@ -182,7 +183,8 @@ def serving(
     Its engine is forked if there is a process to fork from (`forks`), unless it is to be the command's child. A forked
     engine does not see `environ`. `settings` are fields of the config that have no flag.
     """
-    arguments = ["--model-id", str(folder / "model"), "--adapters-dir", str(folder / "adapters"), "--port", "0"]
+    adapters = ["--adapters-dir", str(folder / "adapters")] if has_adapters else []
+    arguments = ["--model-id", str(folder / "model"), *adapters, "--port", "0"]
     forks_at = forkserver._forkserver._forkserver_address or ""  # type: ignore[attr-defined]
     address = "" if from_scratch else forks_at
     program = ["-m", "tests.e2e.command", json.dumps(settings), address]

@@ -105,7 +105,7 @@ QUICK = ("codegen",)  # an engine with padded batches; other files in this folde
 def test_every_architecture_matches_transformers_and_peft(name: str, tmp_path: Path) -> None:
     models = make_models(tmp_path, name)
     assert len(models) == (1 if name == "codegen" else 3)
-    with serving(tmp_path) as server:
+    with serving(tmp_path, has_adapters=name != "codegen") as server:
         for is_async in (False, True):
             client = LoraxClient(server, is_async)
             compared = [check_answers(client, model, adapter) for adapter, model in models.items()]

@@ -20,7 +20,7 @@ from lorax_server.adapters.host import UNIT_BYTES, prepare
 from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
 from lorax_server.distributed import FakeGroup
 from lorax_server.engine.remote.remote_engine import RemoteEngine
-from lorax_server.errors import AdapterError, AdapterNotFoundError, EngineError, InputError
+from lorax_server.errors import AdapterError, AdapterNotFoundError, ConfigError, EngineError, InputError
 from lorax_server.launch import make_client
 from lorax_server.layers.targets import collect_adapter_targets
 from lorax_server.models.registry import build_model
@@ -308,7 +308,7 @@ def test_preloaded_adapters_are_ready_at_start_and_restart(tmp_path: Path) -> No
             assert (await client.status()).adapters_on_device == 2
 
     asyncio.run(run())
-    with pytest.raises(EngineError, match="'rank-7'"):
+    with pytest.raises(AdapterNotFoundError, match="'rank-7'"):
         asyncio.run(make_client(make_config(tmp_path, preload=(("local", "rank-7"),))).start())
 
 
@@ -335,7 +335,7 @@ def test_request_can_merge_adapters(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("forked_engines")
 def test_engine_start_failure_reports_reason(tmp_path: Path) -> None:
     async def run() -> None:
-        with pytest.raises(EngineError, match=r"config\.json"):
+        with pytest.raises(ConfigError, match=r"config\.json"):
             await make_client(EngineConfig(ModelConfig(tmp_path / "nothing"))).start()
 
     asyncio.run(run())

@@ -154,7 +154,7 @@ def test_deep_tool_schemas_are_rejected_with_name() -> None:
     chain: dict[str, Any] = {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(1000)}
     parameters = {"type": "object", "properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": chain}
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-    server = ScriptedServer(template="{{ messages[0].content }}", tool_parsers=("hermes",))
+    server = ScriptedServer(template="{{ messages[0].content }}", tool_parsers=("hermes",), describe_tools=False)
     reply = server.chat(tools=[tool], tool_choice="required")
     assert (reply.status, reply.json["error"]["param"]) == (400, "tools")
     assert "levels" in reply.message

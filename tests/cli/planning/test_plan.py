@@ -326,8 +326,8 @@ def test_invalid_model_configs_are_rejected(
 
 
 def test_missing_model_folder_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "download-weights" in expect_error("--model", "owner/name", "--gpu", "H200", capsys=capsys)
-    assert "download-weights" in expect_error("--model", str(tmp_path), "--gpu", "H200", capsys=capsys)
+    assert "lorax download" in expect_error("--model", "owner/name", "--gpu", "H200", capsys=capsys)
+    assert "lorax download" in expect_error("--model", str(tmp_path), "--gpu", "H200", capsys=capsys)
 
 
 @pytest.mark.parametrize("name", ["H200", "h200", "NVIDIA H200", "nvidia-h200"])

@@ -199,7 +199,7 @@ def test_broken_adapter_is_listed_with_error(routes: LoadTrackingRoutes) -> None
 def test_loaded_adapter_with_broken_files_is_listed_with_error(routes: LoadTrackingRoutes) -> None:
     routes.use("sql")
     routes.resolutions["sql"] = AdapterError("adapter 'sql': has a broken header")
-    assert routes.load("sql").status == 424
+    assert routes.load("sql").status == 400
     found = routes.list_adapters()["sql"]
     assert (found["state"], found["error"]) == ("on the device", "adapter 'sql': has a broken header")
 
