@@ -11,6 +11,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Type
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -30,8 +31,15 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A tiny chat model in a GGUF file."""
     monkeypatch.setenv("LORAX_CACHE", str(tmp_path / "cache"))
     vocabulary = train_byte_level()
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(**sizes, vocab_size=len(vocabulary.tokens), tie_word_embeddings=True, initializer_range=0.3)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=len(vocabulary.tokens),
+        tie_word_embeddings=True,
+        initializer_range=0.3,
+    )
 
     def write_tokens(new: gguf.GGUFWriter) -> None:
         new.add_tokenizer_model("gpt2")
@@ -44,7 +52,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_config(config)
-    writer.write_model(tmp_path / "model.gguf", base, lambda _: writer.Type.Q8_0, write_tokens=write_tokens)
+    writer.write_model(tmp_path / "model.gguf", base, lambda _: Type.Q8_0, write_tokens=write_tokens)
     return tmp_path / "model.gguf"
 
 

@@ -66,10 +66,10 @@ class _Fields:
     def find_float(self, key: str) -> float | None:
         return self.file.get(f"{self.name}.{key}", float)
 
-    def int(self, key: str) -> int:
+    def require_int(self, key: str) -> int:
         return self.file.require(f"{self.name}.{key}", int)
 
-    def float(self, key: str) -> float:
+    def require_float(self, key: str) -> float:
         return self.file.require(f"{self.name}.{key}", float)
 
     def has_tensor(self, name: str) -> bool:
@@ -77,7 +77,8 @@ class _Fields:
 
     @property
     def head_dim(self) -> int:
-        return self.find_int("attention.key_length") or self.int("embedding_length") // self.int("attention.head_count")
+        size, heads = self.require_int("embedding_length"), self.require_int("attention.head_count")
+        return self.find_int("attention.key_length") or size // heads
 
     def rope_theta(self) -> float:
         return self.find_float("rope.freq_base") or DEFAULT_ROPE_THETA
@@ -119,20 +120,20 @@ def make_config(file: GGUFFile) -> dict[str, Any]:
         raise file.error("tensor 'token_embd.weight' is missing")
     if file.get(f"{fields.name}.attention.causal", bool) is False:
         raise UnsupportedModelError(f"{file.path}: only causal models are supported")
-    heads, head_dim = fields.int("attention.head_count"), fields.head_dim
+    heads, head_dim = fields.require_int("attention.head_count"), fields.head_dim
     if (fields.find_int("attention.value_length") or head_dim) != head_dim:
         raise UnsupportedModelError(f"{file.path}: attention.key_length and attention.value_length differ")
     config = {
         "architectures": [arch.class_name],
         "model_type": arch.model_type,
         "dtype": "bfloat16",  # on GPUs, weights are dequantized to this dtype
-        "hidden_size": fields.int("embedding_length"),
-        "intermediate_size": fields.int("feed_forward_length"),
-        "num_hidden_layers": fields.int("block_count"),
+        "hidden_size": fields.require_int("embedding_length"),
+        "intermediate_size": fields.require_int("feed_forward_length"),
+        "num_hidden_layers": fields.require_int("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": fields.find_int("attention.head_count_kv") or heads,
         "head_dim": head_dim,
-        "max_position_embeddings": fields.int("context_length"),
+        "max_position_embeddings": fields.require_int("context_length"),
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "rms_norm_eps": fields.find_float("attention.layer_norm_rms_epsilon"),
         "layer_norm_eps": fields.find_float("attention.layer_norm_epsilon"),
@@ -153,7 +154,8 @@ NULLABLE_FIELDS = ("sliding_window", "bos_token_id", "eos_token_id", "pad_token_
 
 def map_tensors(file: GGUFFile, config: Mapping[str, Any]) -> dict[str, TensorSource]:
     """Return the tensors of a file by their names in transformers. Reject unknown tensors."""
-    arch, tensors = find_architecture(file), {}
+    arch = find_architecture(file)
+    tensors: dict[str, TensorSource] = {}
     for name, entry in file.tensors.items():
         if name not in ROPE_TENSORS:
             tensors.update(map_tensor(file, arch, config, name, entry))
@@ -210,7 +212,7 @@ def _rope_parameters(fields: _Fields) -> dict[str, Any]:
         long, short = (_read_floats(fields, f"rope_factors_{each}.weight").tolist() for each in ("long", "short"))
         attention = {"attention_factor": fields.find_float("rope.scaling.attn_factor")}
         common |= {key: value for key, value in attention.items() if value is not None}
-        lengths = {"original_max_position_embeddings": original or fields.int("context_length")}
+        lengths = {"original_max_position_embeddings": original or fields.require_int("context_length")}
         return common | lengths | {"rope_type": "longrope", "long_factor": long, "short_factor": short}
     if kind == "none" or (kind in ("linear", "yarn") and (factor or 1) == 1):
         return common | {"rope_type": "default"}
@@ -251,9 +253,10 @@ def _read_floats(fields: _Fields, name: str) -> "np.ndarray[Any, np.dtype[np.flo
 
 
 def _gemma2_config(fields: _Fields) -> dict[str, Any]:
-    heads, is_27b = fields.int("attention.head_count"), fields.int("block_count") == GEMMA_27B_LAYERS.get(fields.name)
+    heads = fields.require_int("attention.head_count")
+    is_27b = fields.require_int("block_count") == GEMMA_27B_LAYERS.get(fields.name)
     return {
-        "query_pre_attn_scalar": fields.int("embedding_length") // heads if is_27b else fields.head_dim,
+        "query_pre_attn_scalar": fields.require_int("embedding_length") // heads if is_27b else fields.head_dim,
         "sliding_window": fields.find_int("attention.sliding_window"),
         "attn_logit_softcapping": fields.find_float("attn_logit_softcapping"),
         "final_logit_softcapping": fields.find_float("final_logit_softcapping"),
@@ -270,7 +273,8 @@ def _gemma3_config(fields: _Fields) -> dict[str, Any]:
 def _phi3_config(fields: _Fields) -> dict[str, Any]:
     original = fields.find_int("rope.scaling.original_context_length")
     window = fields.find_int("attention.sliding_window") or None
-    return {"sliding_window": window, "original_max_position_embeddings": original or fields.int("context_length")}
+    original = original or fields.require_int("context_length")
+    return {"sliding_window": window, "original_max_position_embeddings": original}
 
 
 def _granite_config(fields: _Fields) -> dict[str, Any]:
@@ -291,8 +295,8 @@ def _olmo2_config(fields: _Fields) -> dict[str, Any]:
 def _exaone4_config(fields: _Fields) -> dict[str, Any]:
     window = fields.find_int("attention.sliding_window") or None
     if window is None:
-        return {"sliding_window": None, "layer_types": ["full_attention"] * fields.int("block_count")}
-    count, key = fields.int("block_count"), f"{fields.name}.attention.sliding_window_pattern"
+        return {"sliding_window": None, "layer_types": ["full_attention"] * fields.require_int("block_count")}
+    count, key = fields.require_int("block_count"), f"{fields.name}.attention.sliding_window_pattern"
     slides = fields.file.get_list(key, bool, count) or [(layer + 1) % 4 != 0 for layer in range(count)]
     return {
         "sliding_window": window,
@@ -302,7 +306,7 @@ def _exaone4_config(fields: _Fields) -> dict[str, Any]:
 
 def _cohere_config(fields: _Fields) -> dict[str, Any]:
     return {
-        "logit_scale": fields.float("logit_scale"),
+        "logit_scale": fields.require_float("logit_scale"),
         "use_qk_norm": fields.has_tensor("blk.0.attn_q_norm.weight"),
         "sliding_window": fields.find_int("attention.sliding_window"),
     }
@@ -317,18 +321,18 @@ def _stablelm_config(fields: _Fields) -> dict[str, Any]:
 
 
 def _starcoder2_config(fields: _Fields) -> dict[str, Any]:
-    eps = fields.float("attention.layer_norm_epsilon")
+    eps = fields.require_float("attention.layer_norm_epsilon")
     return {"norm_epsilon": eps, "use_bias": fields.has_tensor("blk.0.attn_q.bias"), "sliding_window": None}
 
 
 def _gpt2_config(fields: _Fields) -> dict[str, Any]:
     return {
-        "n_embd": fields.int("embedding_length"),
-        "n_head": fields.int("attention.head_count"),
-        "n_inner": fields.int("feed_forward_length"),
-        "n_layer": fields.int("block_count"),
-        "n_positions": fields.int("context_length"),
-        "layer_norm_epsilon": fields.float("attention.layer_norm_epsilon"),
+        "n_embd": fields.require_int("embedding_length"),
+        "n_head": fields.require_int("attention.head_count"),
+        "n_inner": fields.require_int("feed_forward_length"),
+        "n_layer": fields.require_int("block_count"),
+        "n_positions": fields.require_int("context_length"),
+        "layer_norm_epsilon": fields.require_float("attention.layer_norm_epsilon"),
     }
 
 
@@ -395,7 +399,7 @@ def _make_architectures() -> dict[str, GGUFArchitecture]:
             "NemotronForCausalLM",
             plain_mlp,
             norm_offset=-1.0,
-            make_config=lambda fields: {"norm_eps": fields.float("attention.layer_norm_epsilon")},
+            make_config=lambda fields: {"norm_eps": fields.require_float("attention.layer_norm_epsilon")},
         ),
         "olmo2": GGUFArchitecture("olmo2", "Olmo2ForCausalLM", post_norms, make_config=_olmo2_config),
         "phi2": GGUFArchitecture(

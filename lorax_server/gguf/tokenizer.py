@@ -173,6 +173,7 @@ def _make_sentencepiece(file: GGUFFile, tokens: list[str], unknown: str | None) 
     """
     architecture = file.require("general.architecture", str)
     is_gemma = architecture.startswith("gemma")
+    ranks: dict[str, float]
     if is_gemma:  # tokens of several spaces are stored as plain spaces
         tokens = [token.replace(" ", "▁") if not token.strip(" ") else token for token in tokens]
         ranks = {token: -index for index, token in enumerate(tokens)}  # the scores do not follow the merge order

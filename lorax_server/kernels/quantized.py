@@ -126,7 +126,7 @@ class BlockMatrix(QuantizedMatrix):
         return self.select_rows(rows.flatten()).read().view(*rows.shape, self.inputs)
 
     def read(self) -> torch.Tensor:
-        shape = (len(self), -1, self.block)
+        shape = (len(self), self.scales.shape[1], self.block)
         weights = self.unpack().view(shape).float() * self.scales.float()[..., None]
         if self.offsets is not None:
             weights += self.offsets.float()[..., None]
@@ -136,7 +136,7 @@ class BlockMatrix(QuantizedMatrix):
         """Return the integers as int8 `[outputs, inputs]`. Without offsets, 4-bit values are -8 to 7."""
         if self.bits == 8:
             return self.values
-        packed = self.values.view(len(self), -1, PACKED_INPUTS // 2)
+        packed = self.values.view(len(self), self.inputs // PACKED_INPUTS, PACKED_INPUTS // 2)
         values = torch.stack([packed & 15, packed >> 4], dim=2).view(torch.int8).view(self.shape)
         return values - 8 if self.offsets is None else values
 

@@ -193,7 +193,7 @@ def _scale(factor: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 def _pack(values: torch.Tensor) -> torch.Tensor:
     """Pack 4-bit values in the order of `BlockMatrix`."""
-    groups = values.flatten(1).unflatten(1, (-1, 2, 16))
+    groups: torch.Tensor = values.flatten(1).unflatten(1, (-1, 2, 16))
     return (groups[:, :, 0] | (groups[:, :, 1] << 4)).flatten(1)
 
 

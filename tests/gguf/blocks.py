@@ -19,8 +19,8 @@ def random_blocks(kind: Type, rows: int, inputs: int, spread: float = 0.3) -> np
     block, num_bytes = GGML_QUANT_SIZES[kind]
     blocks = generator.integers(0, 256, (rows * inputs // block, num_bytes), dtype=np.uint8)
     if kind is Type.BF16:
-        blocks = generator.normal(0, spread, (rows, inputs)).astype(np.float32).view(np.uint16)[:, 1::2].copy()
-        return blocks.view(np.uint8)
+        halves = generator.normal(0, spread, (rows, inputs)).astype(np.float32).view(np.uint16)[:, 1::2].copy()
+        return halves.view(np.uint8)
     steps = {Type.Q8_0: 128, Type.IQ4_NL: 128, Type.IQ4_XS: 4096, Type.Q6_K: 4096, Type.Q3_K: 128, Type.Q2_K: 48}
     steps |= {Type.Q4_K: 960, Type.Q5_K: 1920}
     for offset in FACTORS.get(kind, (0,)):

@@ -35,8 +35,8 @@ def train(folder: Path, case: str, **settings: Any) -> Any:
     """Save a PEFT adapter, and return its base model with the adapter."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT warns about tied embeddings
-        settings = {"r": 4, "lora_alpha": 6, "target_modules": LINEARS, "task_type": "CAUSAL_LM"} | settings
-        model = get_peft_model(make_oracle(case), LoraConfig(**settings))
+        fields: dict[str, Any] = {"r": 4, "lora_alpha": 6, "target_modules": LINEARS, "task_type": "CAUSAL_LM"}
+        model = get_peft_model(make_oracle(case), LoraConfig(**(fields | settings)))
         randomize(model)
         save_adapter(model, folder)
         return PeftModel.from_pretrained(make_oracle(case), folder).eval().get_base_model()

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Type
 from transformers import AutoModelForCausalLM
 
 from lorax_server.config import ModelConfig
 from lorax_server.errors import UnsupportedModelError, WeightsError
 from lorax_server.gguf.architectures import ARCHITECTURES
 from lorax_server.gguf.model_folder import find_model_folder
+from lorax_server.kernels import Ops, reference
 from lorax_server.models.registry import get_model
 from tests.gguf import writer
 from tests.paged import PagedDriver
@@ -73,8 +75,9 @@ def make_oracle(case: str) -> Any:
     return model
 
 
-def serve(path: Path) -> PagedDriver:
-    return PagedDriver(get_model(ModelConfig(find_model_folder(path))))
+def serve(path: Path, ops: Ops = reference) -> PagedDriver:
+    """Load a file. The reference ops are exact, while native kernels quantize activations."""
+    return PagedDriver(get_model(ModelConfig(find_model_folder(path)), ops=ops))
 
 
 def prefill(driver: PagedDriver) -> torch.Tensor:
@@ -84,7 +87,7 @@ def prefill(driver: PagedDriver) -> torch.Tensor:
 @pytest.mark.parametrize("case", CASES)
 def test_logits_match_transformers_with_dequantized_weights(case: str, tmp_path: Path) -> None:
     oracle = make_oracle(case)
-    choose_type = writer.mixed_types if CASES[case][1] else lambda _: writer.Type.F32
+    choose_type = writer.mixed_types if CASES[case][1] else lambda _: Type.F32
     writer.write_model(tmp_path / "model.gguf", oracle, choose_type)
     driver = serve(tmp_path / "model.gguf")
     assert bool(driver.model.weight_format) == bool(CASES[case][1])

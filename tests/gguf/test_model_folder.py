@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +20,7 @@ from lorax_server.cli.download import find_model, select_gguf_files
 from lorax_server.errors import ConfigError, WeightsError
 from lorax_server.gguf.model_folder import find_model_folder
 from lorax_server.llm import LLM
+from lorax_server.model_types import check_model_config
 from lorax_server.text.generation_defaults import load_generation_defaults
 from lorax_server.text.tokenizer import load_tokenizer
 from lorax_server.types import StopParams
@@ -190,18 +192,22 @@ def hub(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
         yield server
 
 
+def find(name: str, cache: Path, **options: Any) -> Path:
+    return find_model(name, None, "hub", cache, check=partial(check_model_config, model_id=name), **options)
+
+
 @pytest.mark.parametrize("name", [f"{NAME}:Q4_K_M", f"{NAME}:q4_k_m", f"{NAME}/m-Q4_K_M.gguf"])
 def test_one_file_is_downloaded(name: str, hub: HubServer, tmp_path: Path) -> None:
-    folder = find_model(name, None, "hub", tmp_path / "hub", endpoint=hub.url)
+    folder = find(name, tmp_path / "hub", endpoint=hub.url)
     assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
     assert {request.file for request in hub.seen if "/resolve/" in request.path} == {"m-Q4_K_M.gguf"}
-    assert find_model(name, None, "hub", tmp_path / "hub", offline=True) == folder
+    assert find(name, tmp_path / "hub", offline=True) == folder
 
 
 def test_repository_without_safetensors_lists_its_files(hub: HubServer, tmp_path: Path) -> None:
     message = r"it contains m-Q4_K_M\.gguf, m-Q4_K_S\.gguf, .*; name one, as in owner/model/m-Q4_K_M\.gguf"
     with pytest.raises(WeightsError, match=message):
-        find_model(NAME, None, "hub", tmp_path / "hub", endpoint=hub.url)
+        find(NAME, tmp_path / "hub", endpoint=hub.url)
 
 
 def test_files_are_selected_by_name_or_type() -> None:
@@ -222,4 +228,4 @@ def test_files_are_selected_by_name_or_type() -> None:
 def test_missing_local_file_is_not_requested_from_hub(tmp_path: Path) -> None:
     for name in ("model.gguf", "folder/model.gguf"):
         with pytest.raises(ConfigError, match="there is no such file; check the path"):
-            find_model(name, None, "hub", tmp_path)
+            find(name, tmp_path)

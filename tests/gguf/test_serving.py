@@ -5,6 +5,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
@@ -14,7 +15,7 @@ from lorax_server.config import ModelConfig
 from lorax_server.distributed import ProcessGroup
 from lorax_server.errors import ConfigError
 from lorax_server.gguf.model_folder import find_model_folder
-from lorax_server.kernels import BlockMatrix
+from lorax_server.kernels import BlockMatrix, reference
 from lorax_server.layers.targets import collect_adapter_targets
 from lorax_server.models.registry import get_model
 from lorax_server.worker.memory import find_weight_format, model_bytes
@@ -99,8 +100,9 @@ def test_tied_head_and_embedding_share_memory(tmp_path: Path) -> None:
     model: Any = serve(tmp_path / "model.gguf").model
     assert isinstance(model.lm_head.linear.weight, BlockMatrix)
     assert model.model.embed_tokens.weight is model.lm_head.linear.weight
-    targets = [target for target in collect_adapter_targets(model).values() if target.weight is not None]
-    count = sum(math.prod(target.weight.shape) for target in targets if target.name != "lm_head")
+    targets = collect_adapter_targets(model).values()
+    weights = [target.weight for target in targets if target.weight is not None and target.name != "lm_head"]
+    count = sum(math.prod(weight.shape) for weight in weights)
     assert find_weight_format(model) == "Q8_0"
     assert count < model_bytes(model) < 1.3 * count
 
@@ -143,7 +145,7 @@ def test_ranks_that_split_blocks_are_rejected(tmp_path: Path) -> None:
 def test_float_checkpoint_is_quantized_while_loading(quantize: str, case: str, tmp_path: Path) -> None:
     oracle = make_oracle(case)
     oracle.save_pretrained(tmp_path)
-    model = get_model(ModelConfig(tmp_path, quantize=quantize))
+    model = get_model(ModelConfig(tmp_path, quantize=quantize), ops=reference)
     expected = {"int8"} if quantize == "int8" else {"int4", "int8"}
     assert set(model.weight_format.split(", ")) == expected
     quantize_oracle(oracle, quantize)
@@ -161,14 +163,14 @@ def quantize_oracle(oracle: Any, quantize: str) -> None:
         kind = Type.Q8_0 if quantize == "int8" or is_vocabulary else Type.Q4_0
         is_transposed = writer.is_transposed(oracle.config, name)
         matrix = (parameter.t() if is_transposed else parameter).numpy()
-        rounded = torch.from_numpy(writer.gguf.quants.dequantize(writer.gguf.quants.quantize(matrix, kind), kind))
+        rounded = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(matrix, kind), kind))
         parameter.copy_(rounded.t() if is_transposed else rounded)
 
 
 def test_matrices_with_partial_blocks_stay_unquantized(tmp_path: Path) -> None:
     CASES["partial"] = ("llama-gqa", {"hidden_size": 64, "intermediate_size": 48})
     make_oracle("partial").save_pretrained(tmp_path)
-    model: Any = get_model(ModelConfig(tmp_path, quantize="int8"))
+    model: Any = get_model(ModelConfig(tmp_path, quantize="int8"), ops=reference)
     layer = model.model.layers[0]
     assert not isinstance(layer.mlp.down_proj.linear.weight, BlockMatrix)
     assert isinstance(layer.mlp.gate_up_proj.linear.weight, BlockMatrix)
@@ -177,7 +179,8 @@ def test_matrices_with_partial_blocks_stay_unquantized(tmp_path: Path) -> None:
 def test_float_matrices_in_gguf_files_are_quantized_while_loading(tmp_path: Path) -> None:
     oracle = make_oracle("llama")
     writer.write_model(tmp_path / "model.gguf", oracle, lambda _: Type.F16)
-    driver = PagedDriver(get_model(ModelConfig(find_model_folder(tmp_path / "model.gguf"), quantize="int8")))
+    settings = ModelConfig(find_model_folder(tmp_path / "model.gguf"), quantize="int8")
+    driver = PagedDriver(get_model(settings, ops=reference))
     assert driver.model.weight_format == "int8"
     quantize_oracle(oracle, "int8")
     logits = oracle_logits(oracle, PROMPT, len(PROMPT), {})

@@ -1,6 +1,7 @@
 """Tensors in GGUF files have exactly the values that the `gguf` package reads."""
 
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -38,7 +39,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def open_tensor(path: Path, name: str, **source: object) -> GGUFTensor:
+def open_tensor(path: Path, name: str, **source: Any) -> GGUFTensor:
     entry = read_gguf(path).tensors[name]
     return GGUFTensor(TensorSource(entry, entry.shape)._replace(**source))
 

@@ -134,7 +134,7 @@ def test_single_digit_pre_tokenizer_matches_original_tokenizer(tmp_path: Path) -
     vocabulary = train_byte_level()
     ours = load(tmp_path / "a.gguf", "llama", vocabulary, pre="smollm").backend
     ids = {token: index for index, token in enumerate(vocabulary.tokens)}
-    original = Tokenizer(models.BPE(ids, [tuple(merge.split()) for merge in vocabulary.merges]))
+    original = Tokenizer(models.BPE(ids, [(merge.split()[0], merge.split()[1]) for merge in vocabulary.merges]))
     original.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )

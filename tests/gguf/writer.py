@@ -64,8 +64,10 @@ def write_model(
         values = np.stack([convert(config, part, tensors[part].numpy()) for part in parts])
         values = values if len(parts) > 1 else values[0]
         kind = Type.F32 if values.ndim == 1 or "norm" in name else choose_type(name)
-        can_quantize = kind in (Type.F32, *TYPES)
-        data = gguf.quants.quantize(values, kind) if can_quantize else random_blocks(kind, *values.shape, spread=0.1)
+        if kind in (Type.F32, *TYPES):
+            data = gguf.quants.quantize(values, kind)
+        else:
+            data = random_blocks(kind, values.shape[0], values.shape[1], spread=0.1)
         writer.add_tensor(name, data, raw_dtype=kind)
         stored = gguf.quants.dequantize(data, kind).astype(np.float32).reshape(values.shape)
         for part, row in zip(parts, stored if len(parts) > 1 else [stored], strict=True):
@@ -82,7 +84,8 @@ def write_model(
 def fuse_qkv(writer: gguf.GGUFWriter) -> None:
     tensors = writer.tensors[0]
     for name in [name for name in tensors if ".attn_q." in name]:
-        parts = [tensors.pop(name.replace("attn_q", f"attn_{part}")).tensor for part in "qkv"]
+        infos = [tensors.pop(name.replace("attn_q", f"attn_{part}")) for part in "qkv"]
+        parts = [info.tensor for info in infos if info.tensor is not None]
         writer.add_tensor(name.replace("attn_q", "attn_qkv"), np.concatenate(parts))
 
 

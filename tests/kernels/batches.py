@@ -87,11 +87,17 @@ class LinearCase:
             self.buffer, self.table.to(self.device), self.scales, widths, rows, self.table, bounds, adapters
         )
 
-    def expected(self, x: torch.Tensor, indices: Sequence[int], out: torch.Tensor | None = None) -> torch.Tensor:
-        """Compute the output in float32. With `out`, add only LoRA to `out`."""
+    def expected(
+        self,
+        x: torch.Tensor,
+        indices: Sequence[int],
+        out: torch.Tensor | None = None,
+        product: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Compute the output in float32. With `out`, add only LoRA to `out`. `product` replaces `x @ weight.T`."""
         wide = x.float()
         if out is None:
-            y = wide @ self.weights.plain.float().t()
+            y = (wide @ self.weights.plain.float().t()) if product is None else product.float()
             y += 0 if self.weights.bias is None else self.weights.bias.float()
         else:
             y = out.float()

@@ -16,14 +16,15 @@ DECLARATIONS = """
 struct Paged { const int32_t* tables; const int64_t* inputs; const int64_t* cached; const int64_t* slots;
   const int64_t* stored; int64_t width; int64_t sequences; int64_t count; int64_t kv_heads; int64_t block_size;
   int64_t head_dim; int32_t dtype; };
-struct Matrix { const void* panels; const void* bias; int64_t outputs; int64_t inputs; int32_t stored; int32_t dtype; };
+struct Matrix { const void* panels; const void* bias; int64_t outputs; int64_t inputs; int32_t stored; int32_t dtype;
+  int32_t bits; int32_t block; int32_t has_offsets; int32_t has_wide_scales; int32_t uses_dot; };
 struct Lora { const void* buffer; const int64_t* table; const float* scales; const int64_t* features; int64_t targets;
   const int64_t* bounds; const int64_t* adapters; int64_t segments; };
 void linear(const Matrix* matrix, const void* x, int64_t ldx, int64_t rows, void* out, const Lora* lora,
   int64_t first, int64_t count, int64_t gate);
-void get_cpu_features(int64_t* panel, int64_t* tile_inputs, int64_t* has_tiles);
-void look_up_rows(const void* panels, int64_t stored, int64_t inputs, int64_t first, const int64_t* rows, int64_t count,
-  int64_t dtype, void* out);
+void get_cpu_features(int64_t* panel, int64_t* tile_inputs, int64_t* weight_bias, int64_t* has_tiles,
+  int64_t* has_dot);
+void look_up_rows(const Matrix* matrix, int64_t first, const int64_t* rows, int64_t count, void* out);
 void rms_norm(int64_t dtype, const void* x, int64_t token_stride, int64_t head_stride, const void* residual,
   const void* weight, int64_t is_wide, const float* eps, void* normed, void* total, int64_t tokens, int64_t heads,
   int64_t size, const Lora* lora, int64_t target);
@@ -56,12 +57,13 @@ FIELD_TYPES = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32}
 
 
 class Dtype(IntEnum):
-    """Tensor dtypes. `BFLOAT16_PAIRS` is the AMX weight layout, with inputs stored in pairs."""
+    """Tensor dtypes. `BFLOAT16_PAIRS` is the AMX weight layout. `QUANTIZED` is the layout of `BlockPanels`."""
 
     FLOAT32 = 0
     BFLOAT16 = 1
     FLOAT16 = 2
     BFLOAT16_PAIRS = 3
+    QUANTIZED = 4
 
 
 class Gate(IntEnum):

@@ -110,7 +110,8 @@ class RecordingLibrary(Library):
     """A kernel library whose functions record their calls instead of executing them."""
 
     def __init__(self, library: Library, note: Callable[..., None]) -> None:
-        self.panel, self.has_tiles = library.panel, library.has_tiles
+        self.panel, self.weight_bias = library.panel, library.weight_bias
+        self.has_tiles, self.has_dot = library.has_tiles, library.has_dot
         for op in ARGUMENT_TYPES:
             setattr(self, op, partial(note, op))
 

@@ -54,12 +54,14 @@ class Library:
         self._read_cpu_features()
 
     def _read_cpu_features(self) -> None:
-        panel, tile_inputs, has_tiles = (ctypes.c_int64() for _ in range(3))
-        self.get_cpu_features(*map(ctypes.addressof, (panel, tile_inputs, has_tiles)))
+        features = panel, tile_inputs, weight_bias, has_tiles, has_dot = tuple(ctypes.c_int64() for _ in range(5))
+        self.get_cpu_features(*map(ctypes.addressof, features))
         if tile_inputs.value != TILE_INPUTS:
             raise AbiError(f"TILE_INPUTS is {tile_inputs.value} in C++, but {TILE_INPUTS} in Python")
         self.panel = panel.value  # output columns per panel
+        self.weight_bias = weight_bias.value  # added to stored 8-bit weights
         self.has_tiles = bool(has_tiles)  # whether this CPU has AMX bfloat16 tiles
+        self.has_dot = bool(has_dot)  # whether this CPU has the integer dot product instruction (VNNI or SDOT)
 
     if TYPE_CHECKING:
 

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 import torch
 
 from lorax_server.kernels import reference
+from lorax_server.kernels.block_panels import BlockPanels, to_block_panels
 from lorax_server.kernels.cpu.abi import Dtype, Gate
 from lorax_server.kernels.cpu.library import DTYPES, Library
 from lorax_server.kernels.cpu.structs import Matrix, NativeStruct, lora_struct
 from lorax_server.kernels.matrix import StoredMatrix
 from lorax_server.kernels.ops import Activation, LinearWeights, LoraBatch, LoraTarget
 from lorax_server.kernels.panels import PanelMatrix, to_paired_panels, to_panels
-from lorax_server.kernels.quantized import QuantizedMatrix
+from lorax_server.kernels.quantized import BlockMatrix, QuantizedMatrix
 
 GATES = {"silu": Gate.SILU, "swish": Gate.SILU, "gelu_tanh": Gate.GELU_TANH}
 
@@ -23,9 +24,14 @@ class CpuLinears:
     _library: Library
 
     def make_linear(self, weight: torch.Tensor | QuantizedMatrix, bias: torch.Tensor | None) -> LinearWeights:
-        if isinstance(weight, QuantizedMatrix) or weight.dtype not in DTYPES:
+        matrix: StoredMatrix
+        if weight.dtype not in DTYPES:
             return LinearWeights(weight, bias)
-        if weight.dtype == torch.bfloat16 and self._library.has_tiles:
+        if isinstance(weight, BlockMatrix):
+            matrix = to_block_panels(weight, self._library.panel, self._library.weight_bias)
+        elif isinstance(weight, QuantizedMatrix):
+            return LinearWeights(weight, bias)
+        elif weight.dtype == torch.bfloat16 and self._library.has_tiles:
             matrix = to_paired_panels(weight, self._library.panel)
         else:
             matrix = to_panels(weight, self._library.panel, self._library.narrow_dtypes)
@@ -33,16 +39,15 @@ class CpuLinears:
 
     def look_up_rows(self, weight: torch.Tensor | StoredMatrix, ids: torch.Tensor) -> torch.Tensor:
         """Return the embedding rows for `ids`. A matrix that is shared with a tied LM head is stored in panels."""
-        if not isinstance(weight, PanelMatrix) or not ids.numel():
+        if not isinstance(weight, PanelMatrix | BlockPanels) or not ids.numel():
             return reference.look_up_rows(weight, ids)
         rows = ids.to(torch.int64).contiguous().view(-1)
         numbers, (count, inputs) = rows.tolist(), weight.shape
         if not 0 <= min(numbers) <= max(numbers) < count:
             raise IndexError(f"row indices must be in [0, {count}) (got {min(numbers)} to {max(numbers)})")
-        panels, out = weight.panels, torch.empty(*ids.shape, inputs, dtype=weight.dtype)
+        matrix, out = self._make_struct(weight, None), torch.empty(*ids.shape, inputs, dtype=weight.dtype)
         self._library.look_up_rows(
-            *(panels.data_ptr(), _storage_code(weight), inputs, weight.start),
-            *(rows.data_ptr(), len(numbers), DTYPES[out.dtype], out.data_ptr()),
+            ctypes.addressof(matrix), weight.start, rows.data_ptr(), len(numbers), out.data_ptr()
         )
         return out
 
@@ -55,9 +60,9 @@ class CpuLinears:
         gate: Gate = Gate.NONE,
     ) -> torch.Tensor:
         """Implement `Ops.linear` or, with a gate, `Ops.gated_linear`. Matrices without panels use the reference ops."""
-        if not isinstance(weights.weight, PanelMatrix):
+        if not isinstance(weights.weight, PanelMatrix | BlockPanels):
             return reference.linear(x, weights, lora, targets)
-        address = weights.cached("cpu", _make_matrix_struct, weights).address
+        address = weights.cached("cpu", self._make_matrix, weights).address
         stride, step = x.stride()
         if step != 1:
             x = x.contiguous()
@@ -88,7 +93,8 @@ class CpuLinears:
         targets: Sequence[LoraTarget],
     ) -> torch.Tensor:
         gate = GATES.get(activation.name)
-        if gate and isinstance(weights.weight, PanelMatrix) and len(weights.weight) % (2 * self._library.panel) == 0:
+        has_panels = isinstance(weights.weight, PanelMatrix | BlockPanels)
+        if gate and has_panels and len(weights.weight) % (2 * self._library.panel) == 0:
             return self.linear(x, weights, lora, targets, gate)
         both = self.linear(x, weights, lora, targets)
         if gate and both.dtype in DTYPES:
@@ -107,16 +113,22 @@ class CpuLinears:
         self._library.gate(DTYPES[x.dtype], kind, x.data_ptr(), x.stride(0), out.data_ptr(), rows, both // 2)
         return out
 
+    def _make_matrix(self, weights: LinearWeights) -> NativeStruct:
+        matrix, bias = weights.weight, weights.bias
+        assert isinstance(matrix, PanelMatrix | BlockPanels)
+        if matrix.start:
+            raise ValueError(f"a product with rows {matrix.start} to {matrix.stop} of panels is not supported")
+        if bias is not None and (bias.dtype != matrix.dtype or len(bias) != len(matrix)):
+            raise ValueError(f"bias must be {len(matrix)} x {matrix.dtype} (got {len(bias)} x {bias.dtype})")
+        struct = self._make_struct(matrix, bias)
+        return NativeStruct(ctypes.addressof(struct), (struct, matrix, bias))
 
-def _make_matrix_struct(weights: LinearWeights) -> NativeStruct:
-    matrix, bias = weights.weight, weights.bias
-    assert isinstance(matrix, PanelMatrix)
-    if bias is not None and (bias.dtype != matrix.dtype or len(bias) != len(matrix)):
-        raise ValueError(f"bias must be {len(matrix)} x {matrix.dtype} (got {len(bias)} x {bias.dtype})")
-    address = None if bias is None else bias.data_ptr()
-    struct = Matrix(matrix.panels.data_ptr(), address, *matrix.shape, _storage_code(matrix), DTYPES[matrix.dtype])
-    return NativeStruct(ctypes.addressof(struct), (struct, matrix, bias))
-
-
-def _storage_code(matrix: PanelMatrix) -> int:
-    return Dtype.BFLOAT16_PAIRS if matrix.is_paired else DTYPES[matrix.panels.dtype]
+    def _make_struct(self, matrix: PanelMatrix | BlockPanels, bias: torch.Tensor | None) -> Matrix:
+        pointers = matrix.panels.data_ptr(), None if bias is None else bias.data_ptr()
+        if isinstance(matrix, PanelMatrix):
+            stored = Dtype.BFLOAT16_PAIRS if matrix.is_paired else DTYPES[matrix.panels.dtype]
+            return Matrix(*pointers, *matrix.shape, stored, DTYPES[matrix.dtype])
+        kind = matrix.format
+        has_wide_scales = kind.scale_dtype == torch.float32
+        flags = kind.bits, kind.block, kind.has_offsets, has_wide_scales, self._library.has_dot
+        return Matrix(*pointers, *matrix.shape, Dtype.QUANTIZED, DTYPES[matrix.dtype], *flags)

@@ -16,6 +16,9 @@ namespace emulated_cpu {
 #include "blocked_product.h"
 #include "amx_tiles.h"
 #include "amx_product.h"
+#include "integer_dot.h"
+#include "quantized_product.h"
+#include "cpu_features.h"
 #include "linear.h"
 #include "embedding_lookup.h"
 }  // namespace emulated_cpu

@@ -98,10 +98,3 @@ static bool request_amx_permission() {
   return false;
 #endif
 }
-
-// Write the panel width, the inputs per tile, and whether this CPU has AMX tiles.
-EXPORT(get_cpu_features, int64_t* panel, int64_t* tile_inputs, int64_t* has_tiles) {
-  *panel = PANEL;
-  *tile_inputs = TILE_INPUTS;
-  *has_tiles = request_amx_permission();
-}

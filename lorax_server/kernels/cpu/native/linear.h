@@ -84,6 +84,14 @@ struct Plan {
         tasks.push_back({s, index, row, std::min(SHRINK_ROWS, lora.bounds[s + 1] - row), rank});
   }
 
+  // Compute the shrink results of all rows.
+  template <class X>
+  void shrink_all(const Lora* lora, const X* x, int64_t ldx, int64_t inputs, float* products) const {
+    parallel_for(tasks.size(), 1, low * inputs, MAX_SINGLE_THREAD_PRODUCTS, [&](Range mine) {
+      for (int64_t i = mine.begin; i < mine.end; i++) shrink(tasks[i], *lora, x, ldx, inputs, products);
+    });
+  }
+
   template <class X>
   void shrink(const ShrinkTask& task, const Lora& lora, const X* x, int64_t ldx, int64_t inputs, float* products) const {
     const AdapterPart<T>& part = parts[task.part];
@@ -104,6 +112,7 @@ struct Plan {
 };
 
 constexpr int64_t MAX_SINGLE_THREAD_COPY = 32 * 1024;  // elements up to this count are faster on one thread
+constexpr int64_t MAX_SINGLE_THREAD_QUANTIZE = 8 * 1024;
 
 template <class T, class S>
 static void run_linear(const Matrix& matrix, const T* x, int64_t ldx, int64_t rows, T* out, const Lora* lora,
@@ -137,17 +146,43 @@ static void run_linear(const Matrix& matrix, const T* x, int64_t ldx, int64_t ro
   if (is_blocked)
     parallel_for(RowTiles::count(rows), 1, rows * inputs, MAX_SINGLE_THREAD_COPY,
               [&](Range mine) { RowTiles{rows}.copy(mine, x, ldx, inputs, tiled_copy); });
-  parallel_for(plan.tasks.size(), 1, plan.low * inputs, MAX_SINGLE_THREAD_PRODUCTS, [&](Range mine) {
-    for (int64_t i = mine.begin; i < mine.end; i++) {
-      if (is_widened) plan.shrink(plan.tasks[i], *lora, wide, inputs, inputs, low);
-      else plan.shrink(plan.tasks[i], *lora, x, ldx, inputs, low);
-    }
-  });
+  if (is_widened) plan.shrink_all(lora, wide, inputs, inputs, low);
+  else plan.shrink_all(lora, x, ldx, inputs, low);
   parallel_for((width + PANEL - 1) / PANEL, PANELS_PER_GROUP, rows * inputs * matrix.outputs, MAX_SINGLE_THREAD_PRODUCTS, [&](Range mine) {
     if constexpr (IS_TILED) TileProduct{product, packing.find()}.run(mine);
     else if (is_blocked) BlockProduct<T, S>{product, tiled_copy}.run(mine);
     else product.run(mine);
   });
+}
+
+template <class T>
+static void run_quantized_linear(const Matrix& matrix, const T* x, int64_t ldx, int64_t rows, T* out, const Lora* lora,
+                                 int64_t first, int64_t count, Gate gate) {
+  static thread_local Scratch low_scratch, quantized_scratch;
+  static thread_local Plan<T> own_plan;
+  const int64_t inputs = matrix.inputs, blocks = inputs / BLOCK, width = gate == NONE ? matrix.outputs : matrix.outputs / 2;
+  const QuantizedKernels kernels = select_kernels(matrix);
+  Plan<T>& plan = own_plan;  // the calling thread's plan, shared with all threads
+  plan.clear();
+  if (lora != nullptr) plan.fill(*lora, first, count, rows);
+  float* low = low_scratch.make<float>(plan.low);
+  const int64_t padded = QuantizedRows::padded(rows);
+  const QuantizedRows quantized{rows, blocks, quantized_scratch.make<QuantizedBlock>(padded * blocks)};
+  const Product<T, char> product{matrix, nullptr, 0, rows, out, width, count, plan.parts.data(),
+                                 plan.segment.empty() ? nullptr : plan.segment.data(),
+                                 lora == nullptr ? nullptr : lora->bounds, low, plan.has_vectors, gate};
+  parallel_for(padded, 1, rows * inputs, MAX_SINGLE_THREAD_QUANTIZE, [&](Range mine) {
+    for (int64_t row = mine.begin; row < mine.end; row++) quantized.fill(row, x, ldx, kernels);
+  });
+  plan.shrink_all(lora, x, ldx, inputs, low);
+  const auto multiply = [&](Range mine) { QuantizedProduct<T>{product, kernels, quantized}.run(mine); };
+  const int64_t panels = (width + PANEL - 1) / PANEL, products = rows * inputs * matrix.outputs;
+  if (rows <= QUANTIZED_TILE_ROWS && products > MAX_SINGLE_THREAD_PRODUCTS) {  // memory-bound: read long ranges
+    const int64_t threads = omp_get_max_threads();
+    parallel_for(true, panels, (panels + threads - 1) / threads, multiply);
+  } else {
+    parallel_for(panels, 1, products, MAX_SINGLE_THREAD_PRODUCTS, multiply);
+  }
 }
 
 template <class T>
@@ -159,6 +194,7 @@ static void dispatch_storage(const Matrix& matrix, const void* x, int64_t ldx, i
       return run_linear<T, Pair>(matrix, (const T*)x, ldx, rows, (T*)out, lora, first, count, gate);
 #endif
   switch (matrix.stored) {
+    case QUANTIZED: return run_quantized_linear(matrix, (const T*)x, ldx, rows, (T*)out, lora, first, count, gate);
     case FLOAT32: return run_linear<T, float>(matrix, (const T*)x, ldx, rows, (T*)out, lora, first, count, gate);
     case BFLOAT16: return run_linear<T, Bf16>(matrix, (const T*)x, ldx, rows, (T*)out, lora, first, count, gate);
     default: return run_linear<T, Half>(matrix, (const T*)x, ldx, rows, (T*)out, lora, first, count, gate);

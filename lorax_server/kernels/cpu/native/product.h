@@ -6,8 +6,11 @@
 
 constexpr int PANEL = 2 * VL;
 
-// `stored` is the dtype of the panels. `dtype` is the dtype of inputs, outputs, bias (can be null) and adapters.
-STRUCT(Matrix, const void* panels; const void* bias; int64_t outputs; int64_t inputs; int32_t stored; int32_t dtype;);
+// `stored` is the dtype of the panels. `dtype` is the dtype of inputs, outputs, bias (can be null) and adapters. The other
+// fields describe quantized panels: bits per weight, inputs per scale, whether there are offsets, whether scales and offsets
+// are float32 instead of float16, and whether this CPU has the dot product instruction.
+STRUCT(Matrix, const void* panels; const void* bias; int64_t outputs; int64_t inputs; int32_t stored; int32_t dtype;
+       int32_t bits; int32_t block; int32_t has_offsets; int32_t has_wide_scales; int32_t uses_dot;);
 
 // As in `LoraBatch`: segment i is rows bounds[i] to bounds[i + 1], with one adapter.
 // `table` is [adapters, targets, FIELDS], `scales` [adapters, targets], `features` [targets, 2].

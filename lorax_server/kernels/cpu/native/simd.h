@@ -15,8 +15,8 @@ struct Half {
   uint16_t bits;
 };
 
-// Dtype codes shared with Python. BFLOAT16_PAIRS is the AMX weight layout.
-ENUM(Dtype, FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, BFLOAT16_PAIRS = 3);
+// Dtype codes shared with Python. BFLOAT16_PAIRS is the AMX weight layout. QUANTIZED is the layout of quantized weights.
+ENUM(Dtype, FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, BFLOAT16_PAIRS = 3, QUANTIZED = 4);
 
 static inline float read(const float* p) { return *p; }
 static inline float read(const Bf16* p) {
