@@ -348,6 +348,7 @@ class Resolved(NamedTuple):
     tier: str = ""  # weight location at resolution: device, host, disk or fetched
     tokenizer_stamps: tuple[tuple[int, ...], ...] = ()  # inode, size and timestamps when the files were checked
     stale: Failure | None = None  # error of the new version, if the previous version is served
+    base_model_name: str | None = None  # the base model that the adapter's config names
 
 
 def _check(is_valid: bool, message: str) -> None:

@@ -19,8 +19,6 @@ ADDRESS = "localhost:3000"
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 FIELDS = {"person": "Klonny Bardwell", "town": "Spigford", "item": "kites", "colour": "pink", "count": 12}
 QUERY = "SELECT count FROM orders WHERE person = 'Klonny Bardwell' AND item = 'kites'"
-# The output of the blocks, in their order.
-CLIENTS = ("[NAME] of [TOWN] bought 12 pink kites", "Yo ho ho! On Tuesday Klonny Bardwell o' Spigford")
 
 
 def blocks(language: str) -> list[str]:
@@ -48,28 +46,16 @@ def run(command: str | list[str], url: str = "") -> str:
 def test_readme_requests_work(demo: Demo) -> None:
     activate, *questions = lines("bash")
     assert activate == ". .venv/bin/activate"  # this one is active
-    sentiment, fields, sale, query = (run(line.replace(ADDRESS, demo.url), demo.url).strip() for line in questions)
+    sentiment, fields, query = (run(line.replace(ADDRESS, demo.url), demo.url).strip() for line in questions)
     assert sentiment == "positive"
     assert FIELDS.items() <= json.loads(json.loads(fields)["choices"][0]["message"]["content"]).items()
-    found = json.loads(json.loads(sale)["choices"][0]["message"]["content"])
-    assert found.keys() == {"person", "count", "day"}
-    assert 1 <= found["count"] <= 99
-    assert found["day"] in ("Monday", "Tuesday", "Wednesday")
     assert json.loads(query)["generated_text"] == QUERY
 
 
-def test_readme_clients_work(demo: Demo) -> None:
-    clients = [block for block in blocks("python") if ADDRESS in block]
-    for block, begins in zip(clients, CLIENTS, strict=True):
-        assert run([sys.executable, "-c", block.replace(f"http://{ADDRESS}", demo.url)]).startswith(begins)
-
-
-def test_readme_scripts_run() -> None:
-    (script,) = [block for block in blocks("python") if ADDRESS not in block]
-    fields, query, *rest = run([sys.executable, "-c", script]).splitlines()
-    assert FIELDS.items() <= json.loads(fields).items()
-    assert query == QUERY
-    assert "".join(rest)
+def test_readme_client_works(demo: Demo) -> None:
+    (block,) = blocks("python")
+    output = run([sys.executable, "-c", block.replace(f"http://{ADDRESS}", demo.url)])
+    assert output.startswith("[NAME] of [TOWN] bought 12 pink kites")
 
 
 @pytest.mark.parametrize("command", lines("sh"))

@@ -72,7 +72,7 @@ def _add_generate_flags(parser: Parser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="system message before the prompt; needs a chat template")
     _add_sampling_flags(parser)
     limit = "maximum number of generated tokens (default: up to the context length)"
-    parser.add_argument("--max-new-tokens", type=int, metavar="N", help=limit)
+    parser.add_argument("--max-new-tokens", "--max-tokens", type=int, metavar="N", help=limit)
     parser.add_argument("--stop", action="append", metavar="TEXT", help="stop sequence; repeatable")
     parser.add_argument("--details", action="store_true", help="print token counts and speed at the end")
     parser.add_argument("--no-stream", action="store_true", help="print the whole completion at the end")
@@ -186,7 +186,14 @@ def _add_chat_flags(parser: Parser) -> None:
     parser.epilog = "examples:\n  lorax chat --adapter poet --system 'You are a poet.'\n  echo 'Hello!' | lorax chat"
     _add_sampling_flags(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message at the start of the conversation")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="maximum number of tokens per response")
+    parser.add_argument(
+        "--max-tokens",
+        "--max-new-tokens",
+        dest="max_tokens",
+        type=int,
+        metavar="N",
+        help="maximum number of tokens per response",
+    )
 
 
 class Conversation:

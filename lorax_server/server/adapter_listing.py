@@ -71,7 +71,8 @@ async def list_page(service: Service, key: Key, query: PageQuery = PageQuery()) 
         if is_merged and (state is None or state.state not in IN_MEMORY_STAGES):
             index.remove(entry.identity)  # the next request merges the adapters again
         elif entry.is_listed or state is not None:
-            data.append(adapter_to_json(entry.alias, entry.name, state, index.find_error(entry.name)))
+            problems = index.find_error(entry.name), index.find_warning(entry.name)
+            data.append(adapter_to_json(entry.alias, entry.name, state, *problems))
     return {"object": "list", "data": data, "has_more": following is not None, "next": following}
 
 
@@ -135,7 +136,11 @@ def _list_also(service: Service, key: Key, also: Sequence[str], page: Sequence[_
 
 
 def adapter_to_json(
-    alias: str, name: AdapterKey | None, state: AdapterState | None, error: str | None
+    alias: str,
+    name: AdapterKey | None,
+    state: AdapterState | None,
+    error: str | None = None,
+    warning: str | None = None,
 ) -> dict[str, Any]:
     """Return an adapter as a response body. `alias` is "" for unlisted adapters.
 
@@ -157,4 +162,5 @@ def adapter_to_json(
         "requests": state.num_requests if state else 0,
         "uses": state.num_uses if state else 0,
         "error": (state and state.error) or error,
+        "warning": warning,
     }

@@ -1,5 +1,6 @@
 """Resolves adapter names to identities for one request, including permissions, quotas and source tokens."""
 
+import logging
 from typing import NamedTuple
 
 from lorax_server.errors import (
@@ -38,6 +39,9 @@ class ResolvedModel(NamedTuple):
     tokenizer: TextTokenizer
 
 
+logger = logging.getLogger(__name__)
+
+
 class AdapterLookup:
     """Resolves adapters for one caller, with the caller's API key and bearer token."""
 
@@ -46,6 +50,7 @@ class AdapterLookup:
         self._key = key
         self._bearer = bearer
         self._path = path
+        self.warnings: list[str] = []  # about adapters that are served, but may be for another base model
 
     async def resolve(self, selection: ModelSelection) -> Resolved:
         """Return the selected adapter, or a merge that is added to the index. Raise if the caller may not use it."""
@@ -111,7 +116,20 @@ class AdapterLookup:
         service.adapter_index.add(adapter.identity, name, ref.token is not None)
         if adapter.stale is not None:
             service.adapter_index.set_error(name, adapter.stale.message)
+        self._check_base_model(name, adapter.base_model_name)
         return ref, adapter
+
+    def _check_base_model(self, name: AdapterKey, base_model_name: str | None) -> None:
+        """Report an adapter that was trained on a base model with another name. The log shows it once."""
+        names, warning = self._service.model_names, None
+        if base_model_name is not None and not names.is_base_alias(base_model_name):
+            warning = (
+                f"adapter {name.name!r} was trained on {base_model_name!r}; this server's base model is "
+                f"{names.primary_name!r}; if both are the same model, add the first name with --served-model-name"
+            )
+            self.warnings.append(warning)
+        if self._service.adapter_index.set_warning(name, warning) and warning is not None:
+            logger.warning(warning)
 
     async def _query_source(self, ref: AdapterRef) -> tuple[AdapterRef, Resolved]:
         """Resolve an adapter without the caller's bearer token, and retry with it only if the source requires a token.

@@ -41,6 +41,7 @@ class AdapterNameIndex:
         self._merges: OrderedDict[str, None] = OrderedDict()  # identities of merged adapters
         self._pins: dict[str, set[AdapterKey]] = {}  # pinned names by identity
         self._errors: FIFOCache[AdapterKey, str] = FIFOCache(MAX_FAILED_NAMES)  # last errors by name
+        self._warnings: FIFOCache[AdapterKey, str] = FIFOCache(MAX_ADAPTERS)
         self._private: set[AdapterKey] = set()  # names resolved only with a caller's token
 
     def add(self, identity: str, name: AdapterKey, needs_token: bool = False) -> None:
@@ -127,6 +128,17 @@ class AdapterNameIndex:
     def find_error(self, name: AdapterKey | None) -> str | None:
         """Return the last error for a name, or None."""
         return None if name is None else self._errors.get(name)
+
+    def set_warning(self, name: AdapterKey, warning: str | None) -> bool:
+        """Record a warning about a name, or remove it. Return True if it has changed."""
+        has_changed = self._warnings.pop(name, None) != warning
+        if warning is not None:
+            self._warnings[name] = warning
+        return has_changed
+
+    def find_warning(self, name: AdapterKey | None) -> str | None:
+        """Return the last warning about a name, or None."""
+        return None if name is None else self._warnings.get(name)
 
     def failed_names(self) -> list[AdapterKey]:
         """Return the names whose last resolution failed."""

@@ -29,6 +29,8 @@ from lorax_server.server.generations import RemoteGeneration, count_cached_token
 from lorax_server.server.http.error_responses import ErrorResponse, make_error_response
 from lorax_server.server.http.hosts import client_network
 from lorax_server.server.http.sse import DirectWriter, EventStream, encode_event, wait_for_disconnect
+from lorax_server.server.schemas.lorax import OpenSchema
+from lorax_server.server.schemas.unsupported_fields import reject_unsupported
 from lorax_server.server.service import Service
 from lorax_server.server.telemetry.logs import log_request
 from lorax_server.server.telemetry.request_record import RequestRecord
@@ -41,6 +43,8 @@ logger = logging.getLogger(__name__)
 CLIENT_DISCONNECTED_STATUS = 499  # for the log only
 BEARER_PREFIX = "bearer "
 SAFE_HEADER_CHARACTERS = "/@:,.-_ +"  # these characters are not percent-encoded in headers
+MAX_IGNORED_FIELDS = 16  # fields that x-ignored-fields names
+MAX_HEADER_CHARACTERS = 256
 LONG_REQUEST_S = 180.0  # requests that run longer are logged once
 MAX_INLINE_TOKENS = 2000  # including alternatives; encoding fewer tokens is faster than a thread switch
 
@@ -97,6 +101,7 @@ class RequestContext:
         self._num_characters = 0
         self._adapter_tier = ""  # tier of the adapter when the request arrived
         self._is_stale = False  # the newest adapter version cannot be served, so an older one is used
+        self._ignored_fields: list[str] = []  # names of unknown fields in the request
         self._is_scoring = False
         self._num_logprobs = 0  # upper bound for log probabilities in the response
         # Encodes an error in a stream. If None, the stream sends an event with the error body.
@@ -118,7 +123,7 @@ class RequestContext:
             error_response = self._record_error(error)
             self.record.status = error_response.status
             response = error_response.to_response(self.path)
-            response.headers.update(self._adapter_headers())
+            response.headers.update(self._request_headers())
         finally:
             if isinstance(response, EventStream):
                 response.on_finish = self._finish
@@ -239,6 +244,10 @@ class RequestContext:
             record.prompt = text if record.prompt is None else f"{record.prompt}\n{text}"
         return generations
 
+    def check_unknown_fields(self, route: str, body: OpenSchema) -> None:
+        """Reject fields that would change the completion, and name the ignored ones in a response header."""
+        self._ignored_fields += reject_unsupported(route, body.model_extra, vars(body))
+
     # --- Responses ----------------------------------------------------------------------------------------------------
 
     async def build_response(self, make: Callable[[], Response]) -> Response:
@@ -357,6 +366,15 @@ class RequestContext:
 
     # --- Headers ------------------------------------------------------------------------------------------------------
 
+    def _request_headers(self) -> dict[str, str]:
+        """Return the headers that describe the adapter and problems of the request."""
+        ignored = [quote(name[:MAX_HEADER_CHARACTERS]) for name in self._ignored_fields[:MAX_IGNORED_FIELDS]]
+        headers = {"x-ignored-fields": ", ".join(ignored)} if ignored else {}
+        if warnings := self.lookup.warnings:
+            text = warnings[0][:MAX_HEADER_CHARACTERS]
+            headers["x-adapter-warning"] = quote(text, safe=SAFE_HEADER_CHARACTERS + "';")
+        return headers | self._adapter_headers()
+
     def _adapter_headers(self) -> dict[str, str]:
         record = self.record
         if not record.identity:
@@ -379,7 +397,7 @@ class RequestContext:
             "x-compute-type": f"{self.service.engine.info.device}+optimized",
             "x-compute-characters": str(self._num_characters),
             "x-model-id": quote(self.service.config.model_id, safe=SAFE_HEADER_CHARACTERS),
-            **self._adapter_headers(),
+            **self._request_headers(),
         }
 
     def response_headers(self, generated_tokens: int) -> dict[str, str]:

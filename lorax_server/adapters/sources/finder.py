@@ -154,7 +154,10 @@ class AdapterFinder:
             return None
         spec = AdapterSpec(identity, name, (AdapterCheckpoint(folder, config, stamp, identity, settled),), num_elements)
         stamps = tuple(files[folder / file] or () for file in fetched.tokenizer_files)
-        resolved = Resolved(identity, str(folder), fetched.tokenizer_files, tokenizer_stamps=stamps)
+        base_name = config.base_model_name and config.base_model_name[:MAX_NAME_LENGTH]
+        resolved = Resolved(
+            identity, str(folder), fetched.tokenizer_files, tokenizer_stamps=stamps, base_model_name=base_name or None
+        )
         return FoundAdapter(spec, resolved, files, is_new=fetched.is_new)
 
     def _read_identity(self, config: AdapterConfig, path: Path, stamp: Stamp) -> tuple[str, int]:

@@ -219,6 +219,10 @@ class ModelNames:
         named = AdapterKey((source or self.default_source).lower(), name)
         return ModelSelection((AdapterRef(*named, token),), None, name, (named,), source and named.source)
 
+    def is_base_alias(self, name: str) -> bool:
+        """Return True if a name in an adapter's config means this base model, ignoring folders, owners and case."""
+        return _last_part(name) in {_last_part(base) for base in self.base_names}
+
     def may_use(self, key: Key, alias: str, named: AdapterKey) -> bool:
         """Return True if the key may use the adapter under this listed name."""
         return key.may_use(self.default_source, alias, self.default_source, named.source == HUB)
@@ -258,6 +262,10 @@ class ModelNames:
     def _may_exist_in_source(self, name: str) -> bool:
         """Return True if the name is valid in the default source. Only the hub restricts names."""
         return self.default_source != HUB or HUB_NAME_PATTERN.fullmatch(name) is not None
+
+
+def _last_part(name: str) -> str:
+    return name.rstrip("/").rpartition("/")[2].casefold()
 
 
 # --- Suggestions for unknown names ------------------------------------------------------------------------------------

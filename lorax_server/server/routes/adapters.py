@@ -172,5 +172,5 @@ def _conflict(adapter_id: str, holders: list[str]) -> ConflictError:
 
 async def _describe(service: Service, identity: str, alias: str) -> dict[str, Any]:
     for state in await service.engine.list_adapters([identity]):
-        return adapter_to_json(alias, service.adapter_index.first_name(identity), state, None)
+        return adapter_to_json(alias, service.adapter_index.first_name(identity), state)
     raise LoraxError("the adapter was evicted right after the load")

@@ -16,7 +16,7 @@ from lorax_server.server.http.error_responses import json_response
 from lorax_server.server.request_context import RequestContext, RequestOptions, constrain
 from lorax_server.server.routes import openai
 from lorax_server.server.schemas.openai import ChatCompletionRequest, ChatCompletionResponse, Message, TextPart
-from lorax_server.server.schemas.unsupported_fields import CHAT, reject_unsupported
+from lorax_server.server.schemas.unsupported_fields import CHAT
 from lorax_server.server.service import Service
 from lorax_server.server.tools.messages import MessageWriter, normalize_tool_calls
 from lorax_server.server.tools.output_format import OutputFormat, choose_output_format
@@ -66,6 +66,7 @@ async def _chat(context: RequestContext, body: ChatCompletionRequest) -> Respons
 
 async def prepare(context: RequestContext, body: ChatCompletionRequest) -> PreparedChat:
     """Check a chat request, render its prompt and create its generations. Return them ready to run."""
+    context.check_unknown_fields(CHAT, body)
     service, options = context.service, _to_options(context.service, body)
     await context.admit(len(options.seeds), bool(body.stream))
     structure, tools = await openai.read_structure(body), None
@@ -90,7 +91,6 @@ async def prepare(context: RequestContext, body: ChatCompletionRequest) -> Prepa
 
 
 def _to_options(service: Service, body: ChatCompletionRequest) -> RequestOptions:
-    reject_unsupported(CHAT, body.model_extra, vars(body))
     check(bool(body.messages), "`messages` must not be empty")
     check(not body.top_logprobs or bool(body.logprobs), "`top_logprobs` requires `logprobs` to be true")
     check((body.top_logprobs or 0) >= 0, "`top_logprobs` must not be negative")

@@ -19,7 +19,7 @@ from lorax_server.server.http.error_responses import json_response
 from lorax_server.server.request_context import RequestContext, RequestOptions, constrain
 from lorax_server.server.routes import openai
 from lorax_server.server.schemas.openai import CompletionRequest, CompletionResponse
-from lorax_server.server.schemas.unsupported_fields import COMPLETIONS, reject_unsupported
+from lorax_server.server.schemas.unsupported_fields import COMPLETIONS
 from lorax_server.server.service import Service
 from lorax_server.text.prompt import Prompt, list_prompts
 from lorax_server.text.tokenizer import TextTokenizer
@@ -44,6 +44,7 @@ async def _complete(context: RequestContext, body: CompletionRequest) -> Respons
     prompts = list_prompts(body.prompt)
     check(bool(prompts) and all(len(prompt) > 0 for prompt in prompts), "`prompt` must not be empty")
     num_choices, num_candidates = body.n or 1, body.best_of or body.n or 1
+    context.check_unknown_fields(COMPLETIONS, body)
     options = _to_options(context.service, body, len(prompts), num_choices, num_candidates)
     await context.admit(num_candidates * len(prompts), bool(body.stream))
     options = constrain(context.service, options, await openai.read_structure(body))
@@ -65,7 +66,6 @@ async def _complete(context: RequestContext, body: CompletionRequest) -> Respons
 def _to_options(
     service: Service, body: CompletionRequest, num_prompts: int, num_choices: int, num_candidates: int
 ) -> RequestOptions:
-    reject_unsupported(COMPLETIONS, body.model_extra, vars(body))
     openai.check_stop_conditions(service, body)
     openai.check_num_choices(service, num_choices)
     check(num_candidates >= num_choices, f"`best_of` ({num_candidates}) must be at least `n` ({num_choices})")

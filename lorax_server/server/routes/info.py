@@ -63,6 +63,11 @@ def make_router(service: Service) -> APIRouter:
         """Return the served model and the server's limits."""
         return json_response(_info(service).model_dump())
 
+    @router.get("/version", operation_id="get_version", responses=ERRORS, tags=["LoRAX"])
+    async def version() -> dict[str, str]:
+        """Return the server's version."""
+        return {"version": __version__}
+
     @router.get("/v1/models/", include_in_schema=False)
     @router.get("/v1/models", operation_id="list_models", response_model=ModelList, **openai)
     async def models(request: Request) -> Response:

@@ -25,7 +25,7 @@ from lorax_server.server.schemas.lorax import (
     GenerateResponse,
     MergedAdapters,
 )
-from lorax_server.server.schemas.unsupported_fields import GENERATE, reject_misplaced, reject_unsupported
+from lorax_server.server.schemas.unsupported_fields import GENERATE, reject_misplaced
 from lorax_server.server.service import Service
 from lorax_server.structured_output import request_formats
 from lorax_server.types import MAX_MERGED_ADAPTERS, Merge, SamplingParams, StopParams, Structure
@@ -65,6 +65,8 @@ async def _prepare(context: RequestContext, body: GenerateRequest, is_stream: bo
     choice = choose_adapter(parameters, service.model_names)
     context.record_model(choice)
     reject_misplaced(body.model_extra, GenerateParameters.model_fields)
+    context.check_unknown_fields(GENERATE, body)
+    context.check_unknown_fields(GENERATE, parameters)
     options = to_options(service, body.inputs, parameters, is_stream)
     await context.admit(len(options.seeds), is_stream)
     options = constrain(service, options, await read_structure(parameters))
@@ -204,7 +206,6 @@ def to_options(service: Service, inputs: str, parameters: GenerateParameters, is
         not (is_stream and parameters.decoder_input_details),
         "`decoder_input_details` == true is not supported when streaming tokens",
     )
-    reject_unsupported(GENERATE, parameters.model_extra, vars(parameters))
     sampling = SamplingParams(
         **collect_sampling_fields(parameters),
         do_sample=_uses_sampling(parameters),

@@ -1,7 +1,7 @@
 """Request fields of other servers that this server does not support, or supports under another name.
 
 Requests with such fields are rejected instead of silently returning a different completion. Other unknown fields are
-ignored. Sources, as of 2026:
+ignored, and the response header `x-ignored-fields` names them. Sources, as of 2026:
 
 | dialect | source |
 |---|---|
@@ -131,12 +131,16 @@ FIELDS_BY_ROUTE = {
 }
 
 
-def reject_unsupported(route: str, unknown: Mapping[str, Any] | None, fields: Mapping[str, Any]) -> None:
-    """Raise for the first unknown field that is unsupported and set."""
+def reject_unsupported(route: str, unknown: Mapping[str, Any] | None, fields: Mapping[str, Any]) -> list[str]:
+    """Raise for the first unknown field that is unsupported and set. Return the unknown fields of no dialect."""
+    ignored = []
     for name, value in (unknown or {}).items():
         field = FIELDS_BY_ROUTE[route].get(name)
-        if field is not None and field.is_set(value, fields):
+        if field is None:
+            ignored.append(name)
+        elif field.is_set(value, fields):
             raise NotSupportedError(field.reason)
+    return ignored
 
 
 def reject_misplaced(unknown: Mapping[str, Any] | None, parameters: Container[str]) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from lorax_server import __version__
 from lorax_server.engine.remote import messages
 from lorax_server.errors import AdapterAccessError, AdapterError, AdapterNotFoundError, LoraxError, SourceError
 from lorax_server.server.access.model_names import AdapterKey
@@ -229,6 +230,34 @@ def test_stale_version_sets_adapter_version_header(routes: LoadTrackingRoutes) -
     del routes.resolutions["sql"]
     assert "x-adapter-version" not in routes.use("sql").headers
     assert routes.list_adapters()["sql"]["error"] is None
+
+
+def test_adapter_for_another_base_model_is_served_with_warning(routes: LoadTrackingRoutes) -> None:
+    routes.resolutions["sql"] = Resolved("hash of sql", base_model_name="Owner/Other-Model\n")
+    for path in ("/generate", "/generate_stream"):
+        reply = routes.post(path, generate(adapter_id="sql"))
+        assert reply.status == 200
+        assert reply.headers["x-adapter-warning"].startswith("adapter 'sql' was trained on 'Owner/Other-Model")
+    assert "this server's base model is 'base'" in routes.list_adapters()["sql"]["warning"]
+    routes.resolutions["sql"] = Resolved("hash of new", base_model_name="owner/BASE/")
+    assert "x-adapter-warning" not in routes.use("sql").headers
+    assert routes.list_adapters()["sql"]["warning"] is None
+
+
+def test_ignored_fields_are_named_in_header(routes: LoadTrackingRoutes) -> None:
+    body = {**generate(typo=1, temperature=0.5), "foo": "bar", "bär\r\n": None}
+    for path in ("/generate", "/generate_stream"):
+        assert routes.post(path, body).headers["x-ignored-fields"] == "foo, b%C3%A4r%0D%0A, typo"
+    many = {f"field{i}": i for i in range(1000)}
+    reply = routes.post("/v1/completions", {"prompt": "hi", "user": "me", "a" * 5000: 1, **many})
+    names = reply.headers["x-ignored-fields"].split(", ")
+    assert names[0] == "a" * 256
+    assert names[1:] == [f"field{i}" for i in range(15)]
+    assert "x-ignored-fields" not in routes.post("/v1/completions", {"prompt": "hi", "user": "me"}).headers
+
+
+def test_version_is_shown(routes: LoadTrackingRoutes) -> None:
+    assert routes.get("/version").json == {"version": __version__}
 
 
 # --- Merges -----------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from lorax_server.server.routes import chat, openai
 from lorax_server.server.routes.responses.output import Event, ResponseWriter
 from lorax_server.server.schemas.openai import ChatCompletionRequest, CommonRequest
 from lorax_server.server.schemas.responses import ResponseObject, ResponsesRequest
-from lorax_server.server.schemas.unsupported_fields import RESPONSES, reject_unsupported
+from lorax_server.server.schemas.unsupported_fields import RESPONSES
 from lorax_server.server.service import Service
 from lorax_server.types import FinishReason
 
@@ -43,6 +43,7 @@ def make_router(service: Service) -> APIRouter:
 
 async def _respond(context: RequestContext, body: ResponsesRequest) -> Response:
     openai.record_model(context, body)
+    context.check_unknown_fields(RESPONSES, body)
     _reject_unsupported(body)
     chat_request = _to_chat(body)
     prepared = await chat.prepare(context, chat_request)
@@ -71,7 +72,6 @@ async def _respond(context: RequestContext, body: ResponsesRequest) -> Response:
 
 
 def _reject_unsupported(body: ResponsesRequest) -> None:
-    reject_unsupported(RESPONSES, body.model_extra, vars(body))
     if body.store:
         raise NotSupportedError("`store`: this server does not store responses; leave it out or set it to false")
     reject_unsupported_value(body.truncation not in (None, "disabled"), "`truncation`")
