@@ -90,7 +90,10 @@ def _find_problem(config: Mapping[str, Any], needs_adapters: bool) -> str | None
         return "config.json must contain a `model_type` and a list of `architectures`"
     if stored and (is_paged(config) or not isinstance(stored, dict) or not stored.get("load_in_8bit")):
         method = stored.get("quant_method") if isinstance(stored, dict) else stored
-        return f"the weights are quantized ({method}), which is not supported; use the model with 16-bit weights and --quantize, or a GGUF file"
+        return (
+            f"the weights are quantized ({method}), which is not supported; use the model with 16-bit weights and "
+            "--quantize, or a GGUF file"
+        )
     if not _generates_text(config, model_type, classes):
         return _describe_unsupported(config, model_type, classes)
     if needs_adapters and not is_paged(config):
