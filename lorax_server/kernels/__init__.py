@@ -8,6 +8,8 @@ from lorax_server.kernels.ops import (
     AttentionSpec,
     CosSin,
     EmbeddingTarget,
+    ExpertMatrices,
+    ExpertWeights,
     Field,
     HostLengths,
     LayerCache,
@@ -17,6 +19,7 @@ from lorax_server.kernels.ops import (
     Ops,
     PagedBatch,
     RecordedGraph,
+    Routing,
     UnrecordableError,
 )
 from lorax_server.kernels.quantized import BlockMatrix, QuantizedMatrix, concat_matrices, quantize_blocks
@@ -30,6 +33,8 @@ __all__ = [
     "BlockMatrix",
     "CosSin",
     "EmbeddingTarget",
+    "ExpertMatrices",
+    "ExpertWeights",
     "Field",
     "HostLengths",
     "LayerCache",
@@ -40,6 +45,7 @@ __all__ = [
     "PagedBatch",
     "QuantizedMatrix",
     "RecordedGraph",
+    "Routing",
     "StoredMatrix",
     "UnrecordableError",
     "concat_matrices",

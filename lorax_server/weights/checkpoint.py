@@ -27,6 +27,13 @@ from lorax_server.weights.reader import WeightsReader
 
 # Checkpoints saved from the inner model (without LM head) lack these tensor name prefixes.
 OPTIONAL_PREFIXES = ("model.", "transformer.", "gpt_neox.")
+# Parts of module names that transformers 5 renamed, with the names in most published checkpoints.
+RENAMED_PARTS = (
+    (".mlp.", ".block_sparse_moe."),
+    (".block_sparse_moe.experts.gate_up_proj", ".block_sparse_moe.input_linear.weight"),
+    (".block_sparse_moe.experts.down_proj", ".block_sparse_moe.output_linear.weight"),
+    (".block_sparse_moe.router.weight", ".block_sparse_moe.router.layer.weight"),
+)
 
 
 QUANTIZED_ELEMENTS = 2**22  # matrix elements to quantize at a time, to limit temporary memory
@@ -141,6 +148,15 @@ class Weights:
             return self._convert(matrix)
         bits = max(bits, min_bits)
         return self._place(self._quantize(matrix, bits), f"int{bits}")
+
+    def get_expert_matrix(self, name: str, expert: int, count: int, outputs: Shard, inputs: Shard) -> torch.Tensor:
+        """Return this rank's shard of one expert's matrix from a tensor `[count, outputs, inputs]`."""
+        name = self._resolve(name)
+        shape, dim = (count, outputs.full, inputs.full), 1 if inputs.is_whole else 2
+        before = (slice(expert, expert + 1), *(slice(None),) * (dim - 1))
+        ranges = (outputs if inputs.is_whole else inputs).ranges
+        pieces = [self._load(name, shape, (*before, slice(start, stop))) for start, stop in ranges]
+        return self._convert((pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim))[0])
 
     @property
     def quantized_format(self) -> str:
@@ -308,8 +324,9 @@ def _estimate_count(checkpoint: Path) -> int:
 
 
 def _candidate_names(name: str) -> tuple[str, ...]:
-    short = next((name.removeprefix(prefix) for prefix in OPTIONAL_PREFIXES if name.startswith(prefix)), None)
-    return (name,) if short is None else (name, short)
+    names = (name, *(name.replace(new, old) for new, old in RENAMED_PARTS if new in name))
+    short = (one.removeprefix(prefix) for one in names for prefix in OPTIONAL_PREFIXES if one.startswith(prefix))
+    return (*names, *short)
 
 
 def _open_safetensors(path: Path) -> Any:

@@ -10,7 +10,7 @@ import torch
 
 from lorax_server.config import EngineConfig
 from lorax_server.errors import ConfigError
-from lorax_server.kernels import Field, LinearWeights, StoredMatrix
+from lorax_server.kernels import ExpertWeights, Field, LinearWeights, StoredMatrix
 from lorax_server.kernels.device import is_host
 from lorax_server.machine import (
     ADAPTER_TABLE_DIVISOR,
@@ -123,6 +123,9 @@ def _find_tensors(model: PagedCausalLM) -> Collection[torch.Tensor]:
     for module in model.modules():
         for value in vars(module).values():
             held = (value.weight, value.bias) if isinstance(value, LinearWeights) else (value,)
+            if isinstance(value, ExpertWeights):
+                matrices = [*value.gate_up, *value.down]
+                held = value.stacked or tuple(one for each in matrices for one in (each.weight, each.bias))
             for one in held:
                 parts = one.tensors if isinstance(one, StoredMatrix) else (one,)
                 tensors |= {part.data_ptr(): part for part in parts if isinstance(part, torch.Tensor)}

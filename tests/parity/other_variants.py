@@ -18,11 +18,13 @@ from transformers import (
     GPTBigCodeConfig,
     GPTJConfig,
     GraniteConfig,
+    MixtralConfig,
     MptConfig,
     NemotronConfig,
     Olmo2Config,
     Phi3Config,
     PhiConfig,
+    Qwen3MoeConfig,
     SmolLM3Config,
     StableLmConfig,
     Starcoder2Config,
@@ -53,6 +55,15 @@ GRANITE: dict[str, Any] = GQA | {
     "logits_scaling": 2.0,
 }
 SMOLLM3 = GQA | {"tie_word_embeddings": False, "no_rope_layers": [1, 0, 1]}
+MIXTRAL = GQA | {"num_local_experts": 6, "num_experts_per_tok": 3}
+MIXTURE = GQA | {
+    "head_dim": 16,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+}
 
 PARTIAL = rope("default", partial_rotary_factor=0.5)
 WHOLE = rope("default", partial_rotary_factor=1.0)
@@ -210,6 +221,19 @@ OTHER_VARIANTS = {
         Exaone4Config,
         GQA | {"sliding_window": None, "layer_types": ["full_attention"] * 3} | rope("default", rope_theta=500.0),
         off=rope("default"),
+    ),
+    "mixtral": Variant(MixtralConfig, MIXTRAL, off={"num_experts_per_tok": 2}),
+    "mixtral-window": Variant(MixtralConfig, MIXTRAL | {"sliding_window": 6}, off={"sliding_window": None}),
+    "qwen3moe": Variant(Qwen3MoeConfig, MIXTURE, off={"num_experts_per_tok": 2}),
+    "qwen3moe-unnormalized": Variant(Qwen3MoeConfig, MIXTURE | {"norm_topk_prob": False}, off={"norm_topk_prob": True}),
+    "qwen3moe-router": Variant(Qwen3MoeConfig, MIXTURE, spoil=(r"mlp\.gate\.weight", 0.0)),
+    "qwen3moe-dense-layers": Variant(
+        Qwen3MoeConfig,
+        MIXTURE | {"mlp_only_layers": [0], "decoder_sparse_step": 2, "attention_bias": True},
+        off={"attention_bias": False},
+    ),
+    "qwen3moe-window": Variant(
+        Qwen3MoeConfig, MIXTURE | {"use_sliding_window": True, "sliding_window": 5}, off={"sliding_window": None}
     ),
 }
 # These models store norm weights minus one.

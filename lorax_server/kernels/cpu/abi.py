@@ -19,9 +19,11 @@ struct Paged { const int32_t* tables; const int64_t* inputs; const int64_t* cach
 struct Matrix { const void* panels; const void* bias; int64_t outputs; int64_t inputs; int32_t stored; int32_t dtype;
   int32_t bits; int32_t block; int32_t has_offsets; int32_t has_wide_scales; int32_t uses_dot; };
 struct Lora { const void* buffer; const int64_t* table; const float* scales; const int64_t* features; int64_t targets;
-  const int64_t* bounds; const int64_t* adapters; int64_t segments; };
+  const int64_t* bounds; const int64_t* adapters; int64_t segments; int64_t expert; };
 void linear(const Matrix* matrix, const void* x, int64_t ldx, int64_t rows, void* out, const Lora* lora,
   int64_t first, int64_t count, int64_t gate);
+void run_experts(const Matrix* gate_up, const Matrix* down, int64_t experts, const void* x, int64_t ldx, int64_t rows,
+  const int64_t* chosen, const float* weights, int64_t top_k, void* out, const Lora* lora, int64_t first, int64_t gate);
 void get_cpu_features(int64_t* panel, int64_t* tile_inputs, int64_t* weight_bias, int64_t* has_tiles,
   int64_t* has_dot);
 void look_up_rows(const Matrix* matrix, int64_t first, const int64_t* rows, int64_t count, void* out);

@@ -1,0 +1,100 @@
+"""Mixtures of experts: routing, and experts with LoRA."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from lorax_server.adapters.batch import AdapterBatchData
+from lorax_server.adapters.target import AdapterTarget, ExpertTarget, TargetKind
+from lorax_server.distributed import Shard, join_shards, unsharded
+from lorax_server.kernels import Activation, ExpertMatrices, Routing, concat_matrices
+from lorax_server.layers.linear import get_lora_args
+from lorax_server.weights import Weights
+
+Route = Callable[[torch.Tensor], Routing]  # router logits [num_tokens, num_experts] -> experts and weights
+
+
+def route_softmax(logits: torch.Tensor, top_k: int, *, normalize: bool) -> Routing:
+    """Choose the experts with the largest softmax probabilities. With `normalize`, their weights sum to 1."""
+    weights, experts = logits.float().softmax(-1).topk(top_k, dim=-1)
+    return Routing(experts, weights / weights.sum(-1, keepdim=True) if normalize else weights)
+
+
+class Experts(nn.Module):
+    """The experts of one layer, which are gated MLPs. Each expert is sharded over its inner dimension.
+
+    Checkpoints have one matrix per expert, `PREFIX.0.gate_proj.weight`, or all experts in one tensor `[experts,
+    outputs, inputs]`, `PREFIX.gate_up_proj`.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        prefix: str,
+        num_experts: int,
+        hidden_size: int,
+        inner: Shard,
+        activation: Activation,
+        matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    ) -> None:
+        """Load the experts. `matrices` are the names of gate, up and down in checkpoints with one matrix per expert."""
+        super().__init__()
+        self.ops, self.process_group = weights.ops, weights.process_group
+        hidden = unsharded(hidden_size)
+        is_fused = weights.has(f"{prefix}.gate_up_proj")
+        load = _load_fused(weights, prefix, num_experts, hidden, inner)
+        if not is_fused:
+            load = _load_separate(weights, prefix, num_experts, hidden, inner, matrices)
+        self.experts = weights.ops.make_experts(num_experts, load, activation)
+        size = inner.size
+        self.targets = tuple(
+            AdapterTarget(
+                f"{prefix}.{matrix}",
+                TargetKind.EXPERTS,
+                inputs,
+                outputs,
+                columns,
+                None,
+                None,
+                experts=ExpertTarget(num_experts, prefix, stored, parameter, start),
+            )
+            for stored, (matrix, parameter, start, inputs, outputs, columns) in zip(
+                matrices,
+                (
+                    ("gate_proj", "gate_up_proj", 0, hidden, inner, slice(0, size)),
+                    ("up_proj", "gate_up_proj", inner.full, hidden, inner, slice(size, 2 * size)),
+                    ("down_proj", "down_proj", 0, inner, hidden, slice(0, hidden_size)),
+                ),
+                strict=True,
+            )
+        )
+
+    def forward(self, x: torch.Tensor, routing: Routing, adapter_data: AdapterBatchData | None = None) -> torch.Tensor:
+        out = self.ops.run_experts(x, routing, self.experts, *get_lora_args(adapter_data, self.targets))
+        return out if self.process_group.size() == 1 else self.process_group.all_reduce(out)
+
+
+# Both functions load one expert at a time, so that memory for a second copy of all experts is never needed.
+
+
+def _load_fused(
+    weights: Weights, prefix: str, num_experts: int, hidden: Shard, inner: Shard
+) -> Iterator[ExpertMatrices]:
+    both = join_shards([inner, inner])
+    for expert in range(num_experts):
+        yield ExpertMatrices(
+            weights.get_expert_matrix(f"{prefix}.gate_up_proj", expert, num_experts, both, hidden),
+            weights.get_expert_matrix(f"{prefix}.down_proj", expert, num_experts, hidden, inner),
+        )
+
+
+def _load_separate(
+    weights: Weights, prefix: str, num_experts: int, hidden: Shard, inner: Shard, matrices: tuple[str, str, str]
+) -> Iterator[ExpertMatrices]:
+    for expert in range(num_experts):
+        gate, up, down = (f"{prefix}.{expert}.{name}.weight" for name in matrices)
+        yield ExpertMatrices(
+            concat_matrices([weights.get_matrix(name, inner, hidden) for name in (gate, up)]),
+            concat_matrices([weights.get_matrix(down, hidden, inner)]),
+        )
