@@ -422,8 +422,9 @@ class Ops(Protocol):
     ) -> torch.Tensor:
         """Return the weighted sum of the outputs of each token's experts, with the token's adapter applied.
 
-        An expert computes `down(activation(gate) * up)`. The outputs are summed in float32, in ascending order of the
-        experts. The targets are gate, up and down, consecutive in the adapter table; only low-rank factors apply.
+        An expert computes `down(activation(gate) * up)`. The outputs are summed in float32, in an order that depends
+        only on the token's experts. The targets are gate, up and down, consecutive in the adapter table; only low-rank
+        factors apply.
         """
         ...
 

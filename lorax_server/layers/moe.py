@@ -12,13 +12,42 @@ from lorax_server.kernels import Activation, ExpertMatrices, Routing, concat_mat
 from lorax_server.layers.linear import get_lora_args
 from lorax_server.weights import Weights
 
-Route = Callable[[torch.Tensor], Routing]  # router logits [num_tokens, num_experts] -> experts and weights
+Route = Callable[..., Routing]  # (router logits [num_tokens, num_experts], bias=) -> experts and weights
 
 
 def route_softmax(logits: torch.Tensor, top_k: int, *, normalize: bool) -> Routing:
     """Choose the experts with the largest softmax probabilities. With `normalize`, their weights sum to 1."""
     weights, experts = logits.float().softmax(-1).topk(top_k, dim=-1)
     return Routing(experts, weights / weights.sum(-1, keepdim=True) if normalize else weights)
+
+
+def route_sigmoid(
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    top_k: int,
+    *,
+    groups: int,
+    top_groups: int,
+    normalize: bool,
+    scale: float,
+) -> Routing:
+    """Choose the experts with the largest sigmoid scores plus bias. The weights are the scores without bias.
+
+    With several groups of experts, only experts in the `top_groups` groups with the largest sums of their two best
+    scores are chosen.
+    """
+    scores = logits.float().sigmoid()
+    ranking = scores + bias
+    if top_groups < groups:
+        by_group = ranking.view(len(ranking), groups, -1)
+        best = by_group.topk(2, dim=-1).values.sum(-1)
+        is_open = torch.zeros_like(best).scatter(1, best.topk(top_groups, dim=-1).indices, 1.0)
+        ranking = by_group.masked_fill(is_open[..., None] == 0, -torch.inf).flatten(1)
+    experts = ranking.topk(top_k, dim=-1).indices
+    weights = scores.gather(1, experts)
+    if normalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return Routing(experts, weights * scale)
 
 
 class Experts(nn.Module):

@@ -98,12 +98,14 @@ class Weights:
     def get_shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensors[self._resolve(name)].shape)
 
-    def get_tensor(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
-        """Return an unsharded tensor in the model's dtype and on its device.
+    def get_tensor(
+        self, name: str, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Return an unsharded tensor in `dtype` (default: the model's dtype) and on the model's device.
 
         On CPUs the tensor is copied, because a view would keep the whole mapped file in memory.
         """
-        tensor = self._convert(self._load(self._resolve(name), shape, ()))
+        tensor = self._convert(self._load(self._resolve(name), shape, ()), dtype)
         return tensor.clone() if is_host(self.device) else tensor
 
     def get_scalar(self, name: str) -> float:
@@ -192,8 +194,8 @@ class Weights:
         if shape is not None and stored != shape:
             raise WeightsError(f"{self.location(name)}: tensor {name!r} has shape {stored}, expected {shape}")
 
-    def _convert(self, tensor: torch.Tensor) -> torch.Tensor:
-        converted = tensor.to(device=self.device, dtype=self.dtype)
+    def _convert(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        converted = tensor.to(device=self.device, dtype=dtype or self.dtype)
         if self._progress is not None:
             self._progress.add(converted.nbytes)
         return converted

@@ -45,10 +45,12 @@ class MetaWeights(Weights):
     def has(self, name: str) -> bool:  # noqa: ARG002 - optional tensors, such as a tied output head, are absent
         return False
 
-    def get_tensor(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+    def get_tensor(
+        self, name: str, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         assert shape is not None, name
         self.parameters += math.prod(shape)
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
     def get_sharded(self, name: str, dim: int, shard: Shard, shape: tuple[int, ...] | None = None) -> torch.Tensor:  # noqa: ARG002
         return self.get_tensor(name, shape)

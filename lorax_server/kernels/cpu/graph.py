@@ -50,7 +50,14 @@ COPY_OPS = (
     aten.reshape.default,
 )
 # Torch ops of routers.
-ROUTING_OPS = (aten.softmax.int, aten.sum.dim_IntList, aten.topk.default, aten.gather.default)
+ROUTING_OPS = (
+    aten.softmax.int,
+    aten.sum.dim_IntList,
+    aten.topk.default,
+    aten.gather.default,
+    aten.zeros_like.default,
+    aten.scatter.value,
+)
 # First ops of `tolist` and `numpy`, whose results would be constants in a replay.
 HOST_READ_OPS = (aten.resolve_conj.default, aten.resolve_neg.default, aten.to.dtype_layout)
 

@@ -52,6 +52,7 @@ class Mixture:
     is_sparse: Sequence[bool] | None = None  # for each layer, whether it has experts instead of an MLP; None: all do
     module: str = "mlp"
     router: str = "gate"
+    router_bias: str | None = None  # a tensor in the router, passed to `route` in float32
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # per-expert names of gate, up and down
     shared: str | None = None  # MLP that runs for every token
     shared_size: int = 0

@@ -156,6 +156,9 @@ class SparseMLP(nn.Module):
         assert mixture is not None
         module = f"{prefix}.{mixture.module}"
         self.route = mixture.route
+        if mixture.router_bias is not None:
+            name = f"{module}.{mixture.router}.{mixture.router_bias}"
+            self.route = partial(mixture.route, bias=weights.get_tensor(name, (mixture.num_experts,), torch.float32))
         self.router = TensorParallelMultiAdapterLinear(
             weights, [f"{module}.{mixture.router}"], size, [unsharded(mixture.num_experts)], bias=False
         )

@@ -36,6 +36,7 @@ ATTENTION = {
     "neox": ["query_key_value", "attention.dense"],
     "opt": ["q_proj", "k_proj", "v_proj", "out_proj"],
 }
+MIXTURES = ("mixtral", "qwen2moe", "qwen3moe", "olmoe", "granitemoe", "glm4moe")
 LLAMAS: tuple[str, ...] = (
     "gemma",
     "gemma2",
@@ -48,7 +49,7 @@ LLAMAS: tuple[str, ...] = (
     "starcoder2",
     "cohere",
 )
-LLAMAS += ("cohere2", "nemotron", "arcee", "glm", "glm4", "mixtral", "qwen3moe")
+LLAMAS += ("cohere2", "nemotron", "arcee", "glm", "glm4", *MIXTURES)
 ATTENTION |= dict.fromkeys(("mistral", "qwen2", "qwen3", *LLAMAS), ATTENTION["llama"])
 ATTENTION |= {
     "phi": ["q_proj", "k_proj", "v_proj", "dense"],
@@ -59,7 +60,6 @@ ATTENTION |= {
     "bigcode": ["c_attn", "attn.c_proj"],
     "gptj": ["q_proj", "k_proj", "v_proj", "out_proj"],
 }
-MIXTURES = ("mixtral", "qwen3moe")  # mixtures of experts
 PEFTS_OWN = "as-peft-writes-it"
 EMBEDDING = {
     "gpt2": "wte",
