@@ -20,9 +20,10 @@ class TargetKind(Enum):
 
 
 class ExpertTarget(NamedTuple):
-    """How PEFT names the matrices of a target of kind `EXPERTS`."""
+    """The names in PEFT for a target of kind `EXPERTS`."""
 
     count: int
+    top_k: int  # experts per token
     module: str  # module that contains all experts
     matrix: str  # name of the matrix in modules for one expert, `MODULE.0.MATRIX`
     parameter: str  # parameter of `module` that contains this matrix of all experts

@@ -12,10 +12,10 @@ from lorax_server.kernels import Activation, ExpertMatrices, Routing, concat_mat
 from lorax_server.layers.linear import get_lora_args
 from lorax_server.weights import Weights
 
-Route = Callable[..., Routing]  # (router logits [num_tokens, num_experts], bias=) -> experts and weights
+Route = Callable[..., Routing]  # (router logits [num_tokens, num_experts], *, top_k, bias) -> experts and weights
 
 
-def route_softmax(logits: torch.Tensor, top_k: int, *, normalize: bool) -> Routing:
+def route_softmax(logits: torch.Tensor, *, top_k: int, normalize: bool) -> Routing:
     """Choose the experts with the largest softmax probabilities. With `normalize`, their weights sum to 1."""
     weights, experts = logits.float().softmax(-1).topk(top_k, dim=-1)
     return Routing(experts, weights / weights.sum(-1, keepdim=True) if normalize else weights)
@@ -23,9 +23,9 @@ def route_softmax(logits: torch.Tensor, top_k: int, *, normalize: bool) -> Routi
 
 def route_sigmoid(
     logits: torch.Tensor,
+    *,
     bias: torch.Tensor,
     top_k: int,
-    *,
     groups: int,
     top_groups: int,
     normalize: bool,
@@ -61,14 +61,19 @@ class Experts(nn.Module):
         self,
         weights: Weights,
         prefix: str,
-        num_experts: int,
+        counts: tuple[int, int],
         hidden_size: int,
         inner: Shard,
         activation: Activation,
         matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     ) -> None:
-        """Load the experts. `matrices` are the names of gate, up and down in checkpoints with one matrix per expert."""
+        """Load the experts.
+
+        `counts` are the numbers of experts and of experts per token. `matrices` are the names of gate, up and down in
+        checkpoints with one matrix per expert.
+        """
         super().__init__()
+        num_experts, top_k = counts
         self.ops, self.process_group = weights.ops, weights.process_group
         hidden = unsharded(hidden_size)
         is_fused = weights.has(f"{prefix}.gate_up_proj")
@@ -86,7 +91,7 @@ class Experts(nn.Module):
                 columns,
                 None,
                 None,
-                experts=ExpertTarget(num_experts, prefix, stored, parameter, start),
+                experts=ExpertTarget(num_experts, top_k, prefix, stored, parameter, start),
             )
             for stored, (matrix, parameter, start, inputs, outputs, columns) in zip(
                 matrices,

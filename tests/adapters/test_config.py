@@ -214,6 +214,7 @@ SERVED = {
     **{
         "kasa_config": {"beta": 0.1},
         "layers_to_transform": 0,
+        "target_parameters": ["experts.down_proj"],
         "trainable_token_indices": {"wte": [2, 1]},
         "use_bdlora": {"nblocks": 2},
     },
@@ -250,7 +251,6 @@ NOT_CAUSAL: list[Any] = ["SEQ_CLS", "TOKEN_CLS", "SEQ_2_SEQ_LM", "", 0, []]
         *(("kasa_config", value, "beta and gamma") for value in (5, True, False, "x", [], [1], {"alpha": 1})),
         ("layer_replication", [[0, 4], [2, 5]], "repeated layers"),
         ("megatron_config", {"hidden_size": 3}, "Megatron"),
-        ("target_parameters", ["experts.gate_up_proj"], "bare parameters"),
         ("use_qalora", True, "QALoRA"),
         *(("peft_type", kind, "only LORA, IA3, VERA, LN_TUNING are") for kind in NOT_SERVED),
         *(("task_type", task, "only CAUSAL_LM") for task in NOT_CAUSAL),

@@ -46,6 +46,7 @@ class Mixture:
     """Describes the mixture-of-experts layers of an architecture."""
 
     num_experts: int
+    top_k: int  # experts per token
     inner_size: int  # of each expert
     size_field: str = "moe_intermediate_size"  # the config field with the inner size
     route: Route

@@ -14,7 +14,6 @@ class FlashGLM4MoeForCausalLM(FlashLlamaForCausalLM):
     def describe(config: Any) -> Architecture:
         route = partial(
             route_sigmoid,
-            top_k=config.num_experts_per_tok,
             groups=config.n_group,
             top_groups=config.topk_group,
             normalize=config.norm_topk_prob,
@@ -26,6 +25,7 @@ class FlashGLM4MoeForCausalLM(FlashLlamaForCausalLM):
             partial_rotary=True,
             mixture=Mixture(
                 num_experts=config.n_routed_experts,
+                top_k=config.num_experts_per_tok,
                 inner_size=config.moe_intermediate_size,
                 route=route,
                 router_bias="e_score_correction_bias",

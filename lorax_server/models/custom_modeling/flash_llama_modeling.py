@@ -155,18 +155,17 @@ class SparseMLP(nn.Module):
         mixture, size = arch.mixture, config.hidden_size
         assert mixture is not None
         module = f"{prefix}.{mixture.module}"
-        self.route = mixture.route
+        self.route = partial(mixture.route, top_k=mixture.top_k)
         if mixture.router_bias is not None:
             name = f"{module}.{mixture.router}.{mixture.router_bias}"
-            self.route = partial(mixture.route, bias=weights.get_tensor(name, (mixture.num_experts,), torch.float32))
+            self.route = partial(self.route, bias=weights.get_tensor(name, (mixture.num_experts,), torch.float32))
         self.router = TensorParallelMultiAdapterLinear(
             weights, [f"{module}.{mixture.router}"], size, [unsharded(mixture.num_experts)], bias=False
         )
         inner = shard_evenly(weights.process_group, mixture.inner_size, mixture.size_field)
         activation = arch.find_activation(config)
-        self.experts = Experts(
-            weights, f"{module}.experts", mixture.num_experts, size, inner, activation, mixture.matrices
-        )
+        counts = mixture.num_experts, mixture.top_k
+        self.experts = Experts(weights, f"{module}.experts", counts, size, inner, activation, mixture.matrices)
         self.shared: LlamaMLP | None = None
         self.shared_gate: TensorParallelMultiAdapterLinear | None = None
         if mixture.shared is not None and mixture.shared_size:

@@ -16,7 +16,8 @@ class FlashMixtralForCausalLM(FlashMistralForCausalLM):
             num_experts=config.num_local_experts,
             inner_size=config.intermediate_size,
             size_field="intermediate_size",
-            route=partial(route_softmax, top_k=config.num_experts_per_tok, normalize=True),
+            top_k=config.num_experts_per_tok,
+            route=partial(route_softmax, normalize=True),
             matrices=("w1", "w3", "w2"),
         )
         return replace(FlashMistralForCausalLM.describe(config), mixture=mixture)

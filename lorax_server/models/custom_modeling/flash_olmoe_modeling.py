@@ -22,6 +22,7 @@ class FlashOLMoEForCausalLM(FlashLlamaForCausalLM):
                 num_experts=config.num_experts,
                 inner_size=config.intermediate_size,
                 size_field="intermediate_size",
-                route=partial(route_softmax, top_k=config.num_experts_per_tok, normalize=config.norm_topk_prob),
+                top_k=config.num_experts_per_tok,
+                route=partial(route_softmax, normalize=config.norm_topk_prob),
             ),
         )

@@ -20,7 +20,8 @@ class FlashQwen3MoeForCausalLM(FlashLlamaForCausalLM):
             mixture=Mixture(
                 num_experts=config.num_experts,
                 inner_size=config.moe_intermediate_size,
-                route=partial(route_softmax, top_k=config.num_experts_per_tok, normalize=config.norm_topk_prob),
+                top_k=config.num_experts_per_tok,
+                route=partial(route_softmax, normalize=config.norm_topk_prob),
                 is_sparse=find_sparse_layers(config),
             ),
         )
