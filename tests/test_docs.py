@@ -34,6 +34,8 @@ NOT_YET_ON_A_GPU = {  # of the kinds of adapters: their figure is still to be me
     *("KaSA", "IA3", "IA3 on the head", "IA3 with modules_to_save", "VeRA", "VeRA on the head"),
     *("VeRA without its projections", "LN tuning", "LN tuning of other modules", "modules_to_save: linears"),
     *("modules_to_save: norms of heads", "ensure_weight_tying with rank_pattern"),
+    *("LoRA on experts", "LoRA on experts with rsLoRA", "LoRA on experts with rank_pattern and alpha_pattern"),
+    *("LoRA on modules of each expert", "LoRA on the router", "modules_to_save: router"),
 }
 
 
