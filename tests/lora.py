@@ -28,7 +28,7 @@ def random_factors(targets: Mapping[str, AdapterTarget], rank: int, seed: int) -
             torch.randn(*count, target.outputs.full, rank, generator=generator) * 0.3,
         )
         for name, target in targets.items()
-        for count in [() if target.experts is None else (target.experts.count,)]
+        for count in [() if target.experts is None else (target.experts.num_experts,)]
         if target.kind in (TargetKind.LINEAR, TargetKind.HEAD, TargetKind.EXPERTS)
     }
 

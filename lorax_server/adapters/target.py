@@ -22,7 +22,7 @@ class TargetKind(Enum):
 class ExpertTarget(NamedTuple):
     """The names in PEFT for a target of kind `EXPERTS`."""
 
-    count: int
+    num_experts: int
     top_k: int  # experts per token
     module: str  # module that contains all experts
     matrix: str  # name of the matrix in modules for one expert, `MODULE.0.MATRIX`

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -115,7 +115,7 @@ class StoredAdapter:
             return ModuleWeights(lora_a, lora_b, experts.by_target[module].scale, shared_a=experts.find_shared(module))
         keys = contents.keys[module]
         with self._reading():
-            tensors = {role.field: self._read(role, key) for role, key in keys.items()}
+            tensors: dict[str, Any] = {role.field: self._read(role, key) for role, key in keys.items()}
             scale = self._complete_factors(module, tensors)
             output_scale = self._find_output_scale(module, tensors.pop("ia3", None))
         if "weight" in tensors:

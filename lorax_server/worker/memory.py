@@ -2,9 +2,9 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -122,14 +122,17 @@ def _find_tensors(model: PagedCausalLM) -> Collection[torch.Tensor]:
     tensors: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for value in vars(module).values():
-            held = (value.weight, value.bias) if isinstance(value, LinearWeights) else (value,)
-            if isinstance(value, ExpertWeights):
-                matrices = [*value.gate_up, *value.down]
-                held = value.stacked or tuple(one for each in matrices for one in (each.weight, each.bias))
-            for one in held:
+            for one in _find_parts(value):
                 parts = one.tensors if isinstance(one, StoredMatrix) else (one,)
                 tensors |= {part.data_ptr(): part for part in parts if isinstance(part, torch.Tensor)}
     return tensors.values()
+
+
+def _find_parts(value: Any) -> Sequence[Any]:
+    """Return the matrices and biases in a module's attribute."""
+    if isinstance(value, ExpertWeights):
+        return value.stacked or [part for linear in (*value.gate_up, *value.down) for part in _find_parts(linear)]
+    return (value.weight, value.bias) if isinstance(value, LinearWeights) else (value,)
 
 
 def block_bytes(model: PagedCausalLM, block_size: int) -> int:

@@ -79,7 +79,7 @@ def make_dummy_lora_batch(memory: AdapterMemory, tokens: int) -> AdapterBatchDat
     table[1, :, Field.RANK] = min(MAX_RANK, arena.buffer.numel() // widest)
     for index, target in enumerate(arena.targets.values()):
         if target.experts is not None:
-            size = target.experts.count * max(target.inputs.size, target.outputs.size)
+            size = target.experts.num_experts * max(target.inputs.size, target.outputs.size)
             table[1, index, Field.RANK] = min(MAX_RANK, arena.buffer.numel() // size)
     believed = AdapterArena(
         arena.buffer, table.to(device), arena.scales[:2], table, arena.vocab_sizes[:1] * 2, arena.targets

@@ -58,8 +58,7 @@ def test_gate_and_up_share_factor_a_of_one_parameter(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("per_expert", [False, True])
 def test_memory_is_the_sum_of_the_factors_at_their_ranks(tmp_path: Path, per_expert: bool) -> None:
-    settings = {"target_modules": []} if not per_expert else {}
-    folder = write(tmp_path, per_expert=per_expert, **settings)
+    folder = write(tmp_path, per_expert=per_expert, target_modules=[])
     host, targets = convert(folder), targets_of(BASE)
     adapter = open_adapter(folder, targets)
     stored = count_elements(adapter.config, adapter.tensors, HIDDEN)

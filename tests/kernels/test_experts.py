@@ -5,7 +5,15 @@ from typing import Any
 import pytest
 import torch
 
-from lorax_server.kernels import LoraBatch, Routing, quantize_blocks, reference, select_ops
+from lorax_server.kernels import (
+    ExpertMatrices,
+    LoraBatch,
+    QuantizedMatrix,
+    Routing,
+    quantize_blocks,
+    reference,
+    select_ops,
+)
 from lorax_server.kernels.cpu.ops import CpuOps
 from tests.kernels.expert_cases import Mixture, Runs
 
@@ -68,10 +76,8 @@ def test_half_precision_is_summed_in_float32() -> None:
 
 def test_quantized_experts_match_their_dequantized_matrices() -> None:
     ops, mixture = select_ops(CPU), MIXTURES["one of many"]._replace(hidden=64)
-    quantized = [
-        matrices._replace(gate_up=quantize_blocks(matrices.gate_up, 8, 32), down=quantize_blocks(matrices.down, 8, 32))
-        for matrices in mixture.matrices()
-    ]
+    plain = mixture.matrices()
+    quantized = [ExpertMatrices(_quantize(expert.gate_up), _quantize(expert.down)) for expert in plain]
     activation = mixture.make(reference).activation
     x, routing = mixture.inputs(5), mixture.route(5)
     expected = reference.run_experts(x, routing, reference.make_experts(17, quantized, activation), None, ())
@@ -97,3 +103,8 @@ def test_experts_are_loaded_one_at_a_time() -> None:
 
     ops.make_experts(mixture.num_experts, load(), mixture.make(ops).activation)
     assert read == list(range(mixture.num_experts))
+
+
+def _quantize(matrix: torch.Tensor | QuantizedMatrix) -> QuantizedMatrix:
+    assert isinstance(matrix, torch.Tensor)
+    return quantize_blocks(matrix, 8, 32)

@@ -64,12 +64,12 @@ class ExpertFactors:
         a, b = (
             [read(role, key) for key in factors.keys[role.value[-1]]] for role in (TensorRole.LORA_A, TensorRole.LORA_B)
         )
-        if len(a) > 1 or experts.count == 1:
+        if len(a) > 1 or experts.num_experts == 1:
             return torch.stack(a), torch.stack(b)
         rows = b[0][experts.start : experts.start + target.outputs.full]
         return (
-            a[0].view(experts.count, factors.rank, target.inputs.full),
-            rows.view(target.outputs.full, factors.rank, experts.count).permute(2, 0, 1),
+            a[0].view(experts.num_experts, factors.rank, target.inputs.full),
+            rows.view(target.outputs.full, factors.rank, experts.num_experts).permute(2, 0, 1),
         )
 
     def find_shared(self, target_name: str) -> str | None:
@@ -116,13 +116,13 @@ class ExpertFactors:
         for target, experts in members:
             if not any(matrix == experts.matrix for matrix, _ in tensors):
                 continue
-            groups = [tensors.pop((experts.matrix, expert), {}) for expert in range(experts.count)]
-            names = [f"{name}.{expert}.{experts.matrix}" for expert in range(experts.count)]
+            groups = [tensors.pop((experts.matrix, expert), {}) for expert in range(experts.num_experts)]
+            names = [f"{name}.{expert}.{experts.matrix}" for expert in range(experts.num_experts)]
             settings = {(self._config.rank(one), self._config.scale(one)) for one in names}
             if any(len(group) != 2 for group in groups) or len(settings) != 1:
                 raise self._error(
-                    f"module {name + '.*.' + experts.matrix!r} must have LoRA factors for all {experts.count} experts, "
-                    "with the same rank and scale"
+                    f"module {name + '.*.' + experts.matrix!r} must have LoRA factors for all {experts.num_experts} "
+                    "experts, with the same rank and scale"
                 )
             if any(self._config.is_target(one) is False for one in names):
                 raise self._error(f"the file has tensors for {names[0]!r}, which target_modules in the config exclude")
@@ -154,8 +154,8 @@ class ExpertFactors:
             parts = [(target, experts) for target, experts in members if experts.parameter == parameter]
             outputs = sum(target.outputs.full for target, _ in parts)
             target, experts = parts[0]
-            self._check_shape(group["A"], (experts.count * rank, target.inputs.full))
-            self._check_shape(group["B"], (outputs, rank * experts.count))
+            self._check_shape(group["A"], (experts.num_experts * rank, target.inputs.full))
+            self._check_shape(group["B"], (outputs, rank * experts.num_experts))
             for target, _ in parts:
                 if target.name in self.by_target:
                     raise self._error(f"module {name!r} has factors for single experts and for all experts")

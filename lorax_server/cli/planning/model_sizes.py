@@ -41,7 +41,7 @@ class MatrixSize(NamedTuple):
 
     def read_share(self, batch_size: float) -> float:
         """Return the share of the matrices that a step with `batch_size` tokens reads, if routing is balanced."""
-        return 1 - (1 - self.top_k / self.num_experts) ** batch_size
+        return 1 - math.pow(1 - self.top_k / self.num_experts, batch_size)
 
 
 class MetaWeights(Weights):
@@ -93,7 +93,7 @@ class ModelSizes:
         self.matrices = []
         for target in collect_adapter_targets(model).values():
             if target.kind in (TargetKind.LINEAR, TargetKind.EXPERTS):
-                counts = (1, 1) if target.experts is None else (target.experts.count, target.experts.top_k)
+                counts = (1, 1) if target.experts is None else (target.experts.num_experts, target.experts.top_k)
                 name = target.name.rpartition(".")[2]
                 self.matrices.append(MatrixSize(name, target.outputs.full, target.inputs.full, *counts))
         self.layers, self.hidden, self.vocab_size = model.num_layers, config.hidden_size, config.vocab_size

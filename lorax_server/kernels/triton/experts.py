@@ -67,8 +67,8 @@ def make_experts(count: int, matrices: Iterable[ExpertMatrices], activation: Act
         for stack, part in zip(stacked, parts, strict=True):
             stack[index] = part
     gate_up, down = stacked
-    linears = ([LinearWeights(matrix) for matrix in stack.unbind()] for stack in (gate_up, down))
-    return ExpertWeights(*linears, activation, (gate_up, down))
+    linears = [[LinearWeights(matrix) for matrix in stack.unbind()] for stack in stacked]
+    return ExpertWeights(linears[0], linears[1], activation, (gate_up, down))
 
 
 def run_experts(

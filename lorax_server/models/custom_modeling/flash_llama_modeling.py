@@ -179,7 +179,7 @@ class SparseMLP(nn.Module):
         out: torch.Tensor = self.experts(x, self.route(self.router(x, ctx.adapter_data)), ctx.adapter_data)
         if self.shared is None:
             return out
-        shared = self.shared(x, ctx)
+        shared: torch.Tensor = self.shared(x, ctx)
         if self.shared_gate is not None:
             shared = shared * torch.sigmoid(self.shared_gate(x, ctx.adapter_data))
         return out + shared

@@ -104,7 +104,7 @@ def test_weights_cache_and_adapters_match_the_served_model(name: str) -> None:
     assert counted.token_bytes == 2 * HALF_BYTES * model.num_layers * math.prod(model.kv_shape)
     kinds = (TargetKind.LINEAR, TargetKind.EXPERTS)
     targets = [target for target in collect_adapter_targets(model).values() if target.kind in kinds]
-    counts = [1 if target.experts is None else target.experts.count for target in targets]
+    counts = [1 if target.experts is None else target.experts.num_experts for target in targets]
     pairs = zip(targets, counts, strict=True)
     sizes = [count * rank * size for target, count in pairs for size in (target.inputs.full, target.outputs.full)]
     modules = {target.name.rpartition(".")[2] for target in targets}
