@@ -146,19 +146,18 @@ class Weights:
                     f"quantize = int{bits} is not supported: tensor {name!r} is stored as {stored.format}"
                 )
             return self._place(matrix, stored.format)
-        if bits is None or inputs.size % QUANTIZED_BLOCK:
-            return self._convert(matrix)
-        bits = max(bits, min_bits)
-        return self._place(self._quantize(matrix, bits), f"int{bits}")
+        return self._finish(matrix, min_bits)
 
-    def get_expert_matrix(self, name: str, expert: int, count: int, outputs: Shard, inputs: Shard) -> torch.Tensor:
+    def get_expert_matrix(
+        self, name: str, expert: int, count: int, outputs: Shard, inputs: Shard
+    ) -> torch.Tensor | QuantizedMatrix:
         """Return this rank's shard of one expert's matrix from a tensor `[count, outputs, inputs]`."""
         name = self._resolve(name)
         shape, dim = (count, outputs.full, inputs.full), 1 if inputs.is_whole else 2
         before = (slice(expert, expert + 1), *(slice(None),) * (dim - 1))
         ranges = (outputs if inputs.is_whole else inputs).ranges
         pieces = [self._load(name, shape, (*before, slice(start, stop))) for start, stop in ranges]
-        return self._convert((pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim))[0])
+        return self._finish((pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim))[0])
 
     @property
     def quantized_format(self) -> str:
@@ -199,6 +198,13 @@ class Weights:
         if self._progress is not None:
             self._progress.add(converted.nbytes)
         return converted
+
+    def _finish(self, matrix: torch.Tensor, min_bits: int = 4) -> torch.Tensor | QuantizedMatrix:
+        """Return a loaded matrix in the model's dtype or, if the model is quantized, in blocks."""
+        if self._quantize_bits is None or matrix.shape[1] % QUANTIZED_BLOCK:
+            return self._convert(matrix)
+        bits = max(self._quantize_bits, min_bits)
+        return self._place(self._quantize(matrix, bits), f"int{bits}")
 
     def _place(self, matrix: BlockMatrix, label: str) -> torch.Tensor | QuantizedMatrix:
         """Return a matrix for the model's device. GPUs have no kernels for quantized matrices."""

@@ -23,6 +23,7 @@ from tests.parity.oracle import oracle_logits
 from tests.parity.variant import GQA, rope
 from tests.parity.variants import VARIANTS, checkpoint, make_oracle, make_weights
 
+CPU = torch.device("cpu")
 IDS = [5, 9, 33, 60, 7, 7, 81, 12, 3, 44, 90, 96]
 
 
@@ -215,6 +216,25 @@ def test_published_checkpoints_of_mixtures_load(name: str, stored: str, tmp_path
     with torch.no_grad():
         expected = oracle(torch.tensor([IDS], device=device)).logits[0]
     assert (driver.forward([(driver.add(), IDS)])[0] - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantized_experts_do_not_depend_on_the_form_of_the_checkpoint(bits: int, tmp_path: Path) -> None:
+    name, settings = "qwen3moe", {"moe_intermediate_size": 32}
+    config = VARIANTS[name].config_class(**VARIANTS[name].settings | settings)
+    torch.manual_seed(0)
+    oracle: Any = AutoModelForCausalLM.from_config(config).eval()
+    oracle.save_pretrained(tmp_path)
+    logits = []
+    for tensors in (dict(oracle.state_dict()), load_file(tmp_path / "model.safetensors")):
+        placement: Any = {"device": CPU, "dtype": torch.float32, "process_group": FakeGroup(), "ops": select_ops(CPU)}
+        model = build_model(config, Weights(tensors, **placement, quantize_bits=bits))
+        driver = PagedDriver(model)
+        logits.append(driver.forward([(driver.add(), IDS)])[0])
+    assert torch.equal(*logits)
+    with torch.no_grad():
+        expected = oracle(torch.tensor([IDS])).logits[0]
+    assert 1e-4 < (logits[0] - expected).abs().max() < 0.3 * expected.abs().max()
 
 
 def test_indivisible_experts_are_rejected() -> None:

@@ -160,7 +160,7 @@ class SparseMLP(nn.Module):
             name = f"{module}.{mixture.router}.{mixture.router_bias}"
             self.route = partial(self.route, bias=weights.get_tensor(name, (mixture.num_experts,), torch.float32))
         self.router = TensorParallelMultiAdapterLinear(
-            weights, [f"{module}.{mixture.router}"], size, [unsharded(mixture.num_experts)], bias=False
+            weights, [f"{module}.{mixture.router}"], size, [unsharded(mixture.num_experts)], bias=False, min_bits=8
         )
         inner = shard_evenly(weights.process_group, mixture.inner_size, mixture.size_field)
         activation = arch.find_activation(config)
