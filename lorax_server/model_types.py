@@ -29,6 +29,7 @@ MODELS = {
     "gpt2": "flash_gpt2_modeling.FlashGPT2ForCausalLM",
     "gpt_bigcode": "flash_gpt_bigcode_modeling.FlashGPTBigCodeForCausalLM",
     "gpt_neox": "flash_neox_modeling.FlashGPTNeoXForCausalLM",
+    "gpt_oss": "flash_gpt_oss_modeling.FlashGPTOSSForCausalLM",
     "gptj": "flash_gptj_modeling.FlashGPTJForCausalLM",
     "granite": "flash_granite_modeling.FlashGraniteForCausalLM",
     "granitemoe": "flash_granite_moe_modeling.FlashGraniteMoeForCausalLM",
@@ -88,13 +89,22 @@ def is_paged(config: Mapping[str, Any]) -> bool:
     return model_type in MODELS and not config.get(PADDED_ONLY_FIELDS.get(model_type, ""))
 
 
+def is_mxfp4(model_type: Any, stored: Any) -> bool:
+    """Return True if a model's `quantization_config` is MXFP4, which is read exactly into the model's dtype."""
+    return model_type == "gpt_oss" and isinstance(stored, Mapping) and stored.get("quant_method") == "mxfp4"
+
+
 def _find_problem(config: Mapping[str, Any], needs_adapters: bool) -> str | None:
     """Return the reason why the model cannot be served, or None."""
     model_type, classes, stored = (config.get(n) for n in ("model_type", "architectures", "quantization_config"))
     classes = classes or []
     if not isinstance(model_type, str) or not isinstance(classes, list) or not all(isinstance(c, str) for c in classes):
         return "config.json must contain a `model_type` and a list of `architectures`"
-    if stored and (is_paged(config) or not isinstance(stored, dict) or not stored.get("load_in_8bit")):
+    if (
+        stored
+        and not is_mxfp4(model_type, stored)
+        and (is_paged(config) or not isinstance(stored, dict) or not stored.get("load_in_8bit"))
+    ):
         method = stored.get("quant_method") if isinstance(stored, dict) else stored
         return (
             f"the weights are quantized ({method}), which is not supported; use the model with 16-bit weights and "

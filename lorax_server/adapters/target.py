@@ -27,7 +27,7 @@ class ExpertTarget(NamedTuple):
     module: str  # module that contains all experts
     matrix: str  # name of the matrix in modules for one expert, `MODULE.0.MATRIX`
     parameter: str  # parameter of `module` that contains this matrix of all experts
-    start: int  # first output of this matrix in the parameter
+    outputs: slice  # outputs of this matrix in the parameter
 
 
 @dataclass(frozen=True, eq=False)

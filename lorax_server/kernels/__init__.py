@@ -20,6 +20,7 @@ from lorax_server.kernels.ops import (
     PagedBatch,
     RecordedGraph,
     Routing,
+    StackedMatrices,
     UnrecordableError,
 )
 from lorax_server.kernels.quantized import BlockMatrix, QuantizedMatrix, concat_matrices, quantize_blocks
@@ -46,6 +47,7 @@ __all__ = [
     "QuantizedMatrix",
     "RecordedGraph",
     "Routing",
+    "StackedMatrices",
     "StoredMatrix",
     "UnrecordableError",
     "concat_matrices",

@@ -34,6 +34,8 @@ class AttentionSpec:
     soft_cap: float | None = None  # scores become `cap * tanh(score / cap)`; None for no cap
     # ALiBi slopes, [num_heads] float32 on the device: a score decreases by the slope for each token of distance.
     slopes: torch.Tensor | None = field(default=None, compare=False)
+    # Attention sinks, [num_heads] float32 on the device: a score that each head's softmax includes, without a value.
+    sinks: torch.Tensor | None = field(default=None, compare=False)
 
     @property
     def window_or_max(self) -> int:
@@ -46,9 +48,13 @@ class Activation(NamedTuple):
 
     name: str
     function: Callable[[torch.Tensor], torch.Tensor]
+    up_function: Callable[[torch.Tensor], torch.Tensor] | None = None  # applied to the up projection of gated MLPs
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.function(x)
+
+    def apply_gate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return self.function(gate) * (up if self.up_function is None else self.up_function(up))
 
 
 class DerivedCache:
@@ -84,9 +90,15 @@ class ExpertWeights(DerivedCache):
     gate_up: Sequence[LinearWeights]  # one per expert: [2 * inner, hidden]
     down: Sequence[LinearWeights]  # one per expert: [hidden, inner]
     activation: Activation
-    # All matrices in one tensor, for kernels that run several experts in one launch.
-    stacked: tuple[torch.Tensor, torch.Tensor] | None = None
+    # All gate and up, and all down matrices, as tensors `[experts, outputs, inputs]` and biases `[experts, outputs]`,
+    # for kernels that run several experts in one launch.
+    stacked: tuple["StackedMatrices", "StackedMatrices"] | None = None
     derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+
+class StackedMatrices(NamedTuple):
+    weight: torch.Tensor
+    bias: torch.Tensor | None
 
 
 class ExpertMatrices(NamedTuple):

@@ -129,7 +129,10 @@ def _attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: Att
         if spec.slopes is not None:
             scores += spec.slopes[:, None, None] * distances
         scores.masked_fill_((distances > 0) | (distances <= -spec.window_or_max), -torch.inf)
-        pieces.append((scores.softmax(-1) @ values).transpose(0, 1))
+        if spec.sinks is not None:
+            sinks = spec.sinks[:, None, None].expand(*scores.shape[:2], 1)
+            scores = torch.cat([scores, sinks], dim=-1)
+        pieces.append((scores.softmax(-1)[..., :num_keys] @ values).transpose(0, 1))
     return torch.cat(pieces).to(q.dtype)
 
 
@@ -255,7 +258,7 @@ def gated_linear(
     targets: Sequence[LoraTarget],
 ) -> torch.Tensor:
     gate, up = linear(x, weights, lora, targets).chunk(2, dim=-1)
-    return activation(gate) * up
+    return activation.apply_gate(gate, up)
 
 
 def make_linear(weight: torch.Tensor | StoredMatrix, bias: torch.Tensor | None) -> LinearWeights:

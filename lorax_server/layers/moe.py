@@ -1,6 +1,7 @@
 """Mixtures of experts: routing, and experts with LoRA."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import nn
@@ -50,6 +51,10 @@ def route_sigmoid(
     return Routing(experts, weights * scale)
 
 
+# (weights, prefix, num_experts, hidden, inner) -> the matrices of one expert after the other
+ExpertLoader = Callable[[Weights, str, int, Shard, Shard], Iterator[ExpertMatrices]]
+
+
 class Experts(nn.Module):
     """The experts of one layer, which are gated MLPs. Each expert is sharded over its inner dimension.
 
@@ -66,21 +71,27 @@ class Experts(nn.Module):
         inner: Shard,
         activation: Activation,
         matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        load: ExpertLoader | None = None,
     ) -> None:
         """Load the experts.
 
         `counts` are the numbers of experts and of experts per token. `matrices` are the names of gate, up and down in
-        checkpoints with one matrix per expert.
+        checkpoints with one matrix per expert. `load` reads another form of checkpoints, where the outputs of gate and
+        up alternate.
         """
         super().__init__()
         num_experts, top_k = counts
         self.ops, self.process_group = weights.ops, weights.process_group
         hidden = unsharded(hidden_size)
-        is_fused = weights.has(f"{prefix}.gate_up_proj")
-        load = _load_fused(weights, prefix, num_experts, hidden, inner)
-        if not is_fused:
-            load = _load_separate(weights, prefix, num_experts, hidden, inner, matrices)
-        self.experts = weights.ops.make_experts(num_experts, load, activation)
+        rows_of = slice(0, inner.full), slice(inner.full, 2 * inner.full)
+        if load is not None:
+            rows_of = slice(0, None, 2), slice(1, None, 2)
+        elif weights.has(f"{prefix}.gate_up_proj"):
+            load = _load_fused
+        else:
+            load = partial(_load_separate, matrices=matrices)
+        loaded = load(weights, prefix, num_experts, hidden, inner)
+        self.experts = weights.ops.make_experts(num_experts, loaded, activation)
         size = inner.size
         self.targets = tuple(
             AdapterTarget(
@@ -91,14 +102,14 @@ class Experts(nn.Module):
                 columns,
                 None,
                 None,
-                experts=ExpertTarget(num_experts, top_k, prefix, stored, parameter, start),
+                experts=ExpertTarget(num_experts, top_k, prefix, stored, parameter, rows),
             )
-            for stored, (matrix, parameter, start, inputs, outputs, columns) in zip(
+            for stored, (matrix, parameter, rows, inputs, outputs, columns) in zip(
                 matrices,
                 (
-                    ("gate_proj", "gate_up_proj", 0, hidden, inner, slice(0, size)),
-                    ("up_proj", "gate_up_proj", inner.full, hidden, inner, slice(size, 2 * size)),
-                    ("down_proj", "down_proj", 0, inner, hidden, slice(0, hidden_size)),
+                    ("gate_proj", "gate_up_proj", rows_of[0], hidden, inner, slice(0, size)),
+                    ("up_proj", "gate_up_proj", rows_of[1], hidden, inner, slice(size, 2 * size)),
+                    ("down_proj", "down_proj", slice(None), inner, hidden, slice(0, hidden_size)),
                 ),
                 strict=True,
             )

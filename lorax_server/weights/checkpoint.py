@@ -105,7 +105,7 @@ class Weights:
 
         On CPUs the tensor is copied, because a view would keep the whole mapped file in memory.
         """
-        tensor = self._convert(self._load(self._resolve(name), shape, ()), dtype)
+        tensor = self.convert(self._load(self._resolve(name), shape, ()), dtype)
         return tensor.clone() if is_host(self.device) else tensor
 
     def get_scalar(self, name: str) -> float:
@@ -118,7 +118,7 @@ class Weights:
 
     def get_sharded(self, name: str, dim: int, shard: Shard, shape: tuple[int, ...] | None = None) -> torch.Tensor:
         """Return this rank's shard along one dimension. `shape` is the expected shape of the whole tensor."""
-        return self._convert(self._load_sharded(self._resolve(name), dim, shard, shape))
+        return self.convert(self._load_sharded(self._resolve(name), dim, shard, shape))
 
     def get_matrix(
         self, name: str, outputs: Shard, inputs: Shard, *, fan_in_fan_out: bool = False, min_bits: int = 4
@@ -146,7 +146,7 @@ class Weights:
                     f"quantize = int{bits} is not supported: tensor {name!r} is stored as {stored.format}"
                 )
             return self._place(matrix, stored.format)
-        return self._finish(matrix, min_bits)
+        return self.convert_matrix(matrix, min_bits)
 
     def get_expert_matrix(
         self, name: str, expert: int, count: int, outputs: Shard, inputs: Shard
@@ -157,7 +157,13 @@ class Weights:
         before = (slice(expert, expert + 1), *(slice(None),) * (dim - 1))
         ranges = (outputs if inputs.is_whole else inputs).ranges
         pieces = [self._load(name, shape, (*before, slice(start, stop))) for start, stop in ranges]
-        return self._finish((pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim))[0])
+        return self.convert_matrix((pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim))[0])
+
+    def get_expert(self, name: str, expert: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return one expert's part of a tensor `[experts, *shape]`, unsharded and in its stored dtype."""
+        name = self._resolve(name)
+        self._check_shape(name, (self._tensors[name].shape[0], *shape))
+        return self._read(name, (slice(expert, expert + 1),))[0]
 
     @property
     def quantized_format(self) -> str:
@@ -193,23 +199,24 @@ class Weights:
         if shape is not None and stored != shape:
             raise WeightsError(f"{self.location(name)}: tensor {name!r} has shape {stored}, expected {shape}")
 
-    def _convert(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def convert(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return a tensor in the model's dtype (or `dtype`) and on its device."""
         converted = tensor.to(device=self.device, dtype=dtype or self.dtype)
         if self._progress is not None:
             self._progress.add(converted.nbytes)
         return converted
 
-    def _finish(self, matrix: torch.Tensor, min_bits: int = 4) -> torch.Tensor | QuantizedMatrix:
+    def convert_matrix(self, matrix: torch.Tensor, min_bits: int = 4) -> torch.Tensor | QuantizedMatrix:
         """Return a loaded matrix in the model's dtype or, if the model is quantized, in blocks."""
         if self._quantize_bits is None or matrix.shape[1] % QUANTIZED_BLOCK:
-            return self._convert(matrix)
+            return self.convert(matrix)
         bits = max(self._quantize_bits, min_bits)
         return self._place(self._quantize(matrix, bits), f"int{bits}")
 
     def _place(self, matrix: BlockMatrix, label: str) -> torch.Tensor | QuantizedMatrix:
         """Return a matrix for the model's device. GPUs have no kernels for quantized matrices."""
         if not is_host(self.device):
-            return self._convert(matrix.read())
+            return self.convert(matrix.read())
         num_bytes = sum(tensor.nbytes for tensor in matrix.tensors)
         self._quantized_bytes[label] += num_bytes
         if self._progress is not None:

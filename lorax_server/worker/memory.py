@@ -131,7 +131,9 @@ def _find_tensors(model: PagedCausalLM) -> Collection[torch.Tensor]:
 def _find_parts(value: Any) -> Sequence[Any]:
     """Return the matrices and biases in a module's attribute."""
     if isinstance(value, ExpertWeights):
-        return value.stacked or [part for linear in (*value.gate_up, *value.down) for part in _find_parts(linear)]
+        if value.stacked is not None:
+            return [part for stack in value.stacked for part in stack]
+        return [part for linear in (*value.gate_up, *value.down) for part in _find_parts(linear)]
     return (value.weight, value.bias) if isinstance(value, LinearWeights) else (value,)
 
 

@@ -18,6 +18,7 @@ from transformers import (
     GlmConfig,
     GPTBigCodeConfig,
     GPTJConfig,
+    GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
     MixtralConfig,
@@ -83,6 +84,20 @@ GLM_MIXTURE: dict[str, Any] = GQA | {
     "first_k_dense_replace": 1,
     "use_qk_norm": True,
 }
+
+GPT_OSS: dict[str, Any] = (
+    GQA
+    | {
+        "head_dim": 16,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 24,
+        "sliding_window": 5,
+        "swiglu_limit": 1.0,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    }
+    | rope("default")
+)
 
 PARTIAL = rope("default", partial_rotary_factor=0.5)
 WHOLE = rope("default", partial_rotary_factor=1.0)
@@ -282,6 +297,18 @@ OTHER_VARIANTS = {
         GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2},
         off={"residual_multiplier": 1.0},
     ),
+    "gptoss": Variant(GptOssConfig, GPT_OSS, spoil=(r"sinks", -30.0)),
+    "gptoss-window": Variant(
+        GptOssConfig, GPT_OSS | {"attention_bias": False}, off={"layer_types": ["full_attention"] * 3}
+    ),
+    "gptoss-clamp": Variant(GptOssConfig, GPT_OSS, off={"swiglu_limit": 50.0}),
+    "gptoss-yarn": Variant(
+        GptOssConfig,
+        GPT_OSS
+        | rope("yarn", factor=4.0, original_max_position_embeddings=32, truncate=False, beta_fast=32.0, beta_slow=1.0),
+        off=NO_SCALING,
+    ),
+    "gptoss-biases": Variant(GptOssConfig, GPT_OSS, spoil=(r"proj_bias", 0.0)),
     "glm4moe": Variant(Glm4MoeConfig, GLM_MIXTURE, off={"topk_group": 4}),
     "glm4moe-bias": Variant(
         Glm4MoeConfig,

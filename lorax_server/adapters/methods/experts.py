@@ -66,10 +66,10 @@ class ExpertFactors:
         )
         if len(a) > 1 or experts.num_experts == 1:
             return torch.stack(a), torch.stack(b)
-        rows = b[0][experts.start : experts.start + target.outputs.full]
+        rows = b[0][experts.outputs]
         return (
             a[0].view(experts.num_experts, factors.rank, target.inputs.full),
-            rows.view(target.outputs.full, factors.rank, experts.num_experts).permute(2, 0, 1),
+            rows.reshape(target.outputs.full, factors.rank, experts.num_experts).permute(2, 0, 1),
         )
 
     def find_shared(self, target_name: str) -> str | None:

@@ -62,6 +62,9 @@ class MetaWeights(Weights):
         self.parameters += math.prod(shape)
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
+    def get_expert(self, name: str, expert: int, shape: tuple[int, ...]) -> torch.Tensor:  # noqa: ARG002
+        return self.get_tensor(name, shape)
+
     def get_sharded(self, name: str, dim: int, shard: Shard, shape: tuple[int, ...] | None = None) -> torch.Tensor:  # noqa: ARG002
         return self.get_tensor(name, shape)
 

@@ -48,10 +48,12 @@ void rotary(void* x, int64_t token, int64_t head, int64_t tokens, int64_t heads,
 void write_kv(const Paged* batch, const char* k, int64_t k_token, int64_t k_head, const char* v, int64_t v_token,
   int64_t v_head, char* keys, char* values);
 void decode_attention(const Paged* batch, const void* q, int64_t token, int64_t head, const void* keys,
-  const void* values, void* out, int64_t heads, float scale, int64_t window, float cap, const float* slopes);
+  const void* values, void* out, int64_t heads, float scale, int64_t window, float cap, const float* slopes,
+  const float* sinks);
 void prefill_attention(const Paged* batch, const void* q, int64_t q_token, int64_t q_head, const void* k,
   int64_t k_token, int64_t k_head, const void* v, int64_t v_token, int64_t v_head, const void* keys,
-  const void* values, void* out, int64_t heads, float scale, int64_t window, float cap, const float* slopes);
+  const void* values, void* out, int64_t heads, float scale, int64_t window, float cap, const float* slopes,
+  const float* sinks);
 void run_graph(const int64_t* calls, int64_t count, int64_t words);
 """
 POINTER_OR_INT = ctypes.c_void_p  # also for int64_t, because ctypes converts c_void_p arguments three times as fast

@@ -101,7 +101,7 @@ class CpuLinears:
         if gate and both.dtype in DTYPES:
             return self.apply_gate(both, gate)
         left, right = both.chunk(2, dim=-1)
-        return activation(left) * right
+        return activation.apply_gate(left, right)
 
     def make_experts(self, count: int, matrices: Iterable[ExpertMatrices], activation: Activation) -> ExpertWeights:
         return reference.make_experts(count, matrices, activation, self.make_linear)

@@ -21,6 +21,7 @@ from lorax_server.kernels.ops import (
     LoraBatch,
     LoraTarget,
     Routing,
+    StackedMatrices,
 )
 from lorax_server.kernels.triton.gated_activation import gate
 from lorax_server.kernels.triton.lora_math import (
@@ -60,15 +61,20 @@ class Pairs(NamedTuple):
 
 def make_experts(count: int, matrices: Iterable[ExpertMatrices], activation: Activation) -> ExpertWeights:
     """Copy the matrices of each expert to two tensors, `[experts, outputs, inputs]`."""
-    stacked: list[torch.Tensor] = []
+    stacks: list[torch.Tensor | None] = []
     for index, expert in enumerate(matrices):
-        parts = [LinearWeights(matrix).plain for matrix in (expert.gate_up, expert.down)]
-        stacked = stacked or [part.new_empty(count, *part.shape) for part in parts]
-        for stack, part in zip(stacked, parts, strict=True):
-            stack[index] = part
-    gate_up, down = stacked
-    linears = [[LinearWeights(matrix) for matrix in stack.unbind()] for stack in stacked]
-    return ExpertWeights(linears[0], linears[1], activation, (gate_up, down))
+        weights = [LinearWeights(matrix).plain for matrix in (expert.gate_up, expert.down)]
+        parts = [*weights, expert.gate_up_bias, expert.down_bias]
+        stacks = stacks or [None if part is None else part.new_empty(count, *part.shape) for part in parts]
+        for stack, part in zip(stacks, parts, strict=True):
+            if stack is not None and part is not None:
+                stack[index] = part
+    gate_up, down, gate_up_bias, down_bias = stacks
+    assert gate_up is not None
+    assert down is not None
+    stacked = StackedMatrices(gate_up, gate_up_bias), StackedMatrices(down, down_bias)
+    linears = [[LinearWeights(matrix) for matrix in stack.weight.unbind()] for stack in stacked]
+    return ExpertWeights(linears[0], linears[1], activation, stacked)
 
 
 def run_experts(
@@ -78,7 +84,7 @@ def run_experts(
     gate_up, down = experts.stacked
     if not len(x):
         return torch.empty_like(x)
-    pairs = sort_pairs(routing.experts, len(gate_up))
+    pairs = sort_pairs(routing.experts, len(gate_up.weight))
     inner = gate(_linear(x, gate_up, pairs, lora, targets[:2], gathers=True), experts.activation)
     outputs = _linear(inner, down, pairs, lora, targets[2:], gathers=False)
     out = torch.empty_like(x)
@@ -104,7 +110,7 @@ def sort_pairs(chosen: torch.Tensor, num_experts: int) -> Pairs:
 
 def _linear(
     x: torch.Tensor,
-    matrices: torch.Tensor,
+    matrices: StackedMatrices,
     pairs: Pairs,
     lora: LoraBatch | None,
     targets: Sequence[LoraTarget],
@@ -115,7 +121,7 @@ def _linear(
 
     With `gathers`, the rows of `x` are tokens. Otherwise they are sorted pairs.
     """
-    num_experts, outputs, inputs = matrices.shape
+    num_experts, outputs, inputs = matrices.weight.shape
     out, x = x.new_empty(len(pairs.order), outputs), x.contiguous()
     is_decode = pairs.height == 16
     constants = {
@@ -124,7 +130,8 @@ def _linear(
     }  # fmt: skip
     block_n = 64 if is_decode else 128
     _product[(triton.cdiv(outputs, block_n), pairs.max_tiles)](
-        out, x, matrices, pairs.order, pairs.starts, INPUTS=inputs, OUTPUTS=outputs, BLOCK_N=block_n,
+        out, x, matrices.weight, x if matrices.bias is None else matrices.bias, pairs.order, pairs.starts,
+        HAS_BIAS=matrices.bias is not None, INPUTS=inputs, OUTPUTS=outputs, BLOCK_N=block_n,
         BLOCK_K=elements_in(x, 256 if is_decode else 128), GATHERS=gathers, **constants,
         num_warps=4 if is_decode else 8, num_stages=4 if is_decode else 3,
     )  # fmt: skip
@@ -192,9 +199,9 @@ def _find_tile(starts, tile, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, HEIGH
 
 @triton.jit
 def _product(
-    out, x, matrices, order, starts, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, HEIGHT: tl.constexpr, TOP_K: tl.constexpr,
-    GATHERS: tl.constexpr, INTERPRETED: tl.constexpr,
+    out, x, matrices, biases, order, starts, HAS_BIAS: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, HEIGHT: tl.constexpr,
+    TOP_K: tl.constexpr, GATHERS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     expert, first, count = _find_tile(starts, tl.program_id(1), EXPERTS, BLOCK_E, HEIGHT)
     if count <= 0:
@@ -213,6 +220,8 @@ def _product(
         values = tl.load(left + inputs[None, :], mask=is_row[:, None] & is_input[None, :], other=0.0)
         weights = tl.load(right + inputs[:, None], mask=is_input[:, None] & is_column[None, :], other=0.0)
         total = multiply(values, weights, total, INTERPRETED)
+    if HAS_BIAS:
+        total += tl.load(biases + expert * OUTPUTS + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
     pointers = out + places.to(tl.int64)[:, None] * OUTPUTS + columns[None, :]
     tl.store(pointers, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 

@@ -11,7 +11,7 @@ from torch import nn
 from lorax_server.kernels import Activation
 from lorax_server.layers.activation import get_activation
 from lorax_server.layers.logits import LogitTransform
-from lorax_server.layers.moe import Route
+from lorax_server.layers.moe import ExpertLoader, Route
 from lorax_server.layers.norm import RMSNorm
 from lorax_server.models.custom_modeling.paged import head_size
 from lorax_server.weights import Weights
@@ -54,6 +54,8 @@ class Mixture:
     module: str = "mlp"
     router: str = "gate"
     router_bias: str | None = None  # a tensor in the router, passed to `route` in float32
+    has_router_bias: bool = False  # the router is a linear layer with a bias
+    load: ExpertLoader | None = None  # see `Experts`
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # per-expert names of gate, up and down
     shared: str | None = None  # MLP that runs for every token
     shared_size: int = 0

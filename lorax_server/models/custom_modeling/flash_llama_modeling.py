@@ -160,12 +160,19 @@ class SparseMLP(nn.Module):
             name = f"{module}.{mixture.router}.{mixture.router_bias}"
             self.route = partial(self.route, bias=weights.get_tensor(name, (mixture.num_experts,), torch.float32))
         self.router = TensorParallelMultiAdapterLinear(
-            weights, [f"{module}.{mixture.router}"], size, [unsharded(mixture.num_experts)], bias=False, min_bits=8
+            weights,
+            [f"{module}.{mixture.router}"],
+            size,
+            [unsharded(mixture.num_experts)],
+            bias=mixture.has_router_bias,
+            min_bits=8,
         )
         inner = shard_evenly(weights.process_group, mixture.inner_size, mixture.size_field)
         activation = arch.find_activation(config)
         counts = mixture.num_experts, mixture.top_k
-        self.experts = Experts(weights, f"{module}.experts", counts, size, inner, activation, mixture.matrices)
+        self.experts = Experts(
+            weights, f"{module}.experts", counts, size, inner, activation, mixture.matrices, mixture.load
+        )
         self.shared: LlamaMLP | None = None
         self.shared_gate: TensorParallelMultiAdapterLinear | None = None
         if mixture.shared is not None and mixture.shared_size:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lorax_server.kernels import ExpertWeights, LoraBatch, Routing
+from lorax_server.kernels import ExpertWeights, LoraBatch, Routing, StackedMatrices
 from lorax_server.kernels.triton import experts as kernels
 from tests.kernels.expert_cases import Mixture
 
@@ -24,7 +24,10 @@ def place(lora: LoraBatch, device: torch.device) -> LoraBatch:
 def make(mixture: Mixture, device: torch.device) -> ExpertWeights:
     made = mixture.make(kernels)
     assert made.stacked is not None
-    return replace(made, stacked=(made.stacked[0].to(device), made.stacked[1].to(device)))
+    gate_up, down = (
+        StackedMatrices(weight.to(device), None if bias is None else bias.to(device)) for weight, bias in made.stacked
+    )
+    return replace(made, stacked=(gate_up, down))
 
 
 @pytest.mark.parametrize("name", MIXTURES)

@@ -36,7 +36,7 @@ ATTENTION = {
     "neox": ["query_key_value", "attention.dense"],
     "opt": ["q_proj", "k_proj", "v_proj", "out_proj"],
 }
-MIXTURES = ("mixtral", "qwen2moe", "qwen3moe", "olmoe", "granitemoe", "glm4moe")
+MIXTURES = ("mixtral", "qwen2moe", "qwen3moe", "olmoe", "granitemoe", "glm4moe", "gptoss")
 LLAMAS: tuple[str, ...] = (
     "gemma",
     "gemma2",
@@ -593,6 +593,9 @@ CASES |= {
     "experts-in-some-layers": Case("LoRA on experts", "qwen3moe-dense-layers", {"target_parameters": BOTH, "r": 2}),
     "experts-router": Case("LoRA on the router", "qwen3moe", {"target_parameters": ["mlp.gate.weight"]}),
     "experts-saved-router": Case("modules_to_save: router", "qwen3moe", {"modules_to_save": ["gate"]}),
+    "experts-gptoss": Case(
+        "LoRA on experts", "gptoss", {"target_parameters": BOTH, "r": 3, "rank_pattern": {"down_proj": 5}}
+    ),
     **{
         f"experts-{base}-per-expert": Case("LoRA on modules of each expert", base, {"r": 3}, make=save_per_expert)
         for base in ("mixtral", "qwen3moe")
