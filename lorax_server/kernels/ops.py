@@ -49,6 +49,7 @@ class Activation(NamedTuple):
     name: str
     function: Callable[[torch.Tensor], torch.Tensor]
     up_function: Callable[[torch.Tensor], torch.Tensor] | None = None  # applied to the up projection of gated MLPs
+    parameters: tuple[float, ...] = ()  # of both functions, for kernels
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.function(x)

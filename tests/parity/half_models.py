@@ -19,6 +19,7 @@ from transformers import (
     GPTBigCodeConfig,
     GPTJConfig,
     GPTNeoXConfig,
+    GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
     LlamaConfig,
@@ -104,9 +105,10 @@ MODELS = {
     "qwen3moe-128": Variant(Qwen3MoeConfig, GATED_128 | EXPERTS),
     "olmoe-64": Variant(OlmoeConfig, GATED | EXPERTS | {"intermediate_size": 128}),
     "granitemoe-64": Variant(GraniteMoeConfig, GRANITE | LOCAL_EXPERTS),
+    "gptoss-64": Variant(GptOssConfig, GATED | LOCAL_EXPERTS | BY_LAYER | rope("default")),
     "glm4moe-128": Variant(
         Glm4MoeConfig, GATED_128 | GLM_EXPERTS | rope("default", partial_rotary_factor=0.5) | {"use_qk_norm": True}
     ),
 }  # fmt: skip
-# Hopper attention supports neither ALiBi nor more than 16 query heads per key head. These models use Triton.
-LEFT_TO_TRITON = ("bigcode-64", "bloom-128", "mpt-64")
+# Hopper attention supports neither ALiBi, sinks nor more than 16 query heads per key head. These models use Triton.
+LEFT_TO_TRITON = ("bigcode-64", "bloom-128", "mpt-64", "gptoss-64")

@@ -23,7 +23,8 @@ struct Lora { const void* buffer; const int64_t* table; const float* scales; con
 void linear(const Matrix* matrix, const void* x, int64_t ldx, int64_t rows, void* out, const Lora* lora,
   int64_t first, int64_t count, int64_t gate);
 void run_experts(const Matrix* gate_up, const Matrix* down, int64_t experts, const void* x, int64_t ldx, int64_t rows,
-  const int64_t* chosen, const float* weights, int64_t top_k, void* out, const Lora* lora, int64_t first, int64_t gate);
+  const int64_t* chosen, const float* weights, int64_t top_k, void* out, const Lora* lora, int64_t first, int64_t gate,
+  float alpha, float limit);
 void get_cpu_features(int64_t* panel, int64_t* tile_inputs, int64_t* weight_bias, int64_t* has_tiles,
   int64_t* has_dot);
 void look_up_rows(const Matrix* matrix, int64_t first, const int64_t* rows, int64_t count, void* out);
@@ -76,6 +77,7 @@ class Gate(IntEnum):
     NONE = 0
     SILU = 1
     GELU_TANH = 2
+    CLAMPED_SWIGLU = 3  # only for experts
 
 
 ENUMS: dict[str, Mapping[str, int]] = {

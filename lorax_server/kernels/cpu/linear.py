@@ -24,6 +24,7 @@ from lorax_server.kernels.panels import PanelMatrix, to_paired_panels, to_panels
 from lorax_server.kernels.quantized import BlockMatrix, QuantizedMatrix
 
 GATES = {"silu": Gate.SILU, "swish": Gate.SILU, "gelu_tanh": Gate.GELU_TANH}
+EXPERT_GATES = GATES | {"clamped_swiglu": Gate.CLAMPED_SWIGLU}
 
 
 class CpuLinears:
@@ -114,7 +115,7 @@ class CpuLinears:
         lora: LoraBatch | None,
         targets: Sequence[LoraTarget],
     ) -> torch.Tensor:
-        gate = GATES.get(experts.activation.name)
+        gate = EXPERT_GATES.get(experts.activation.name)
         if gate is None or not isinstance(experts.down[0].weight, PanelMatrix | BlockPanels):
             return reference.loop_over_experts(x, routing, experts, lora, targets, self.linear, self.gated_linear)
         gate_up, down = experts.cached("cpu", self._make_matrices, experts)
@@ -127,6 +128,7 @@ class CpuLinears:
         self._library.run_experts(
             *(gate_up.address, down.address, len(experts.down), x.data_ptr(), hidden, rows),
             *(chosen.data_ptr(), weights.data_ptr(), chosen.shape[1], out.data_ptr(), batch, first, gate),
+            *(experts.activation.parameters or (0.0, 0.0)),
         )
         return out
 

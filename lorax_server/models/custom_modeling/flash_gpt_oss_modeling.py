@@ -31,12 +31,9 @@ class SinkAttention(FlashLlamaAttention):
 class FlashGPTOSSForCausalLM(FlashLlamaForCausalLM):
     @staticmethod
     def describe(config: Any) -> Architecture:
-        has_bias, limit = bool(config.attention_bias), float(config.swiglu_limit)
-        activation = Activation(
-            "clamped swiglu",
-            partial(_clamped_swish, alpha=float(config.swiglu_alpha), limit=limit),
-            partial(_clamped_shift, limit=limit),
-        )
+        has_bias, alpha, limit = bool(config.attention_bias), float(config.swiglu_alpha), float(config.swiglu_limit)
+        swish, shift = partial(_clamped_swish, alpha=alpha, limit=limit), partial(_clamped_shift, limit=limit)
+        activation = Activation("clamped_swiglu", swish, shift, (alpha, limit))
         return Architecture(
             biases=BiasFlags(qkv=has_bias, output=has_bias),
             attention_class=SinkAttention,

@@ -36,10 +36,22 @@ struct ExpertRows {
   }
 };
 
+// Write `swish(min(gate, limit)) * (clamp(up, -limit, limit) + 1)`, where `swish(x)` is `x * sigmoid(alpha * x)`.
+template <class T>
+static void run_clamped_gate(const T* both, T* out, int64_t rows, int64_t width, float alpha, float limit) {
+  const F high = broadcast(limit), low = broadcast(-limit);
+  for (int64_t row = 0; row < rows; row++, both += 2 * width, out += width)
+    for_vectors(width, [&](int64_t i, auto count) {
+      const F left = load_vector(both + i, count), right = load_vector(both + width + i, count);
+      const F gate = (left < high) ? left : high, below = (right < high) ? right : high, up = (below < low) ? low : below;
+      store_vector(out + i, silu(gate * alpha) / alpha * (up + 1.0f), count);
+    });
+}
+
 template <class T>
 static void run_experts(const Matrix* gate_up, const Matrix* down, int64_t experts, const T* x, int64_t ldx, int64_t rows,
                         const int64_t* chosen, const float* weights, int64_t top_k, T* out, const Lora* lora,
-                        int64_t first, Gate gate) {
+                        int64_t first, Gate gate, float alpha, float limit) {
   static thread_local ExpertRows own_rows;
   static thread_local Scratch total_scratch, input_scratch, both_scratch, inner_scratch, output_scratch;
   const int64_t hidden = gate_up->inputs, inner = down->inputs;
@@ -59,11 +71,12 @@ static void run_experts(const Matrix* gate_up, const Matrix* down, int64_t exper
     Lora selected;
     if (lora != nullptr) selected = groups.select(*lora, expert, top_k);
     const Lora* batch = lora == nullptr ? nullptr : &selected;
-    if (inner % PANEL == 0) {
+    if (inner % PANEL == 0 && gate != CLAMPED_SWIGLU) {
       dispatch_storage<T>(gate_up[expert], inputs, hidden, count, inside, batch, first, 2, gate);
     } else {
       dispatch_storage<T>(gate_up[expert], inputs, hidden, count, both, batch, first, 2, NONE);
-      if (gate == SILU) run_gate<SILU>(both, 2 * inner, inside, count, inner);
+      if (gate == CLAMPED_SWIGLU) run_clamped_gate(both, inside, count, inner, alpha, limit);
+      else if (gate == SILU) run_gate<SILU>(both, 2 * inner, inside, count, inner);
       else run_gate<GELU_TANH>(both, 2 * inner, inside, count, inner);
     }
     dispatch_storage<T>(down[expert], inside, inner, count, outputs, batch, first + 2, 1, NONE);
@@ -82,13 +95,15 @@ static void run_experts(const Matrix* gate_up, const Matrix* down, int64_t exper
 }
 
 // Write the weighted sum of each row's experts to `out`. `chosen` and `weights` are [rows, top_k]. An expert's matrices have
-// the same dtype. `lora` can be null; `first` is the target of the gate matrices, followed by up and down.
+// the same dtype. `lora` can be null; `first` is the target of the gate matrices, followed by up and down. `alpha` and `limit`
+// are the parameters of the clamped SwiGLU.
 EXPORT(run_experts, const Matrix* gate_up, const Matrix* down, int64_t experts, const void* x, int64_t ldx, int64_t rows,
                     const int64_t* chosen, const float* weights, int64_t top_k, void* out, const Lora* lora,
-                    int64_t first, int64_t gate) {
+                    int64_t first, int64_t gate, float alpha, float limit) {
   const auto run = [&](auto of) {
     using T = decltype(of);
-    run_experts<T>(gate_up, down, experts, (const T*)x, ldx, rows, chosen, weights, top_k, (T*)out, lora, first, (Gate)gate);
+    run_experts<T>(gate_up, down, experts, (const T*)x, ldx, rows, chosen, weights, top_k, (T*)out, lora, first, (Gate)gate,
+                   alpha, limit);
   };
   if (rows == 0) return;
   if (gate_up->dtype == FLOAT32) run(float());

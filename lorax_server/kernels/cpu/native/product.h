@@ -19,7 +19,7 @@ STRUCT(Lora, const void* buffer; const int64_t* table; const float* scales; cons
        const int64_t* bounds; const int64_t* adapters; int64_t segments; int64_t expert;);
 
 ENUM(Field, A = 0, B = 1, OUTPUT_SCALE = 2, OUTPUT_BIAS = 3, RANK = 7, FIELDS = 10);
-ENUM(Gate, NONE = 0, SILU = 1, GELU_TANH = 2);
+ENUM(Gate, NONE = 0, SILU = 1, GELU_TANH = 2, CLAMPED_SWIGLU = 3);  // the last one only for experts
 
 // The weights of one adapter at one target, for one segment.
 template <class T>
