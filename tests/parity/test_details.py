@@ -284,6 +284,7 @@ MPT_FIELDS = ("clip_qkv", "qk_ln", "prefix_lm")
         ("mpt", {"attn_config": {"alibi": False}}, "attn_config.alibi = false"),
         ("mpt", {"logit_scale": "inv_sqrt_d_model"}, "logit_scale = 'inv_sqrt_d_model'"),
         ("mpt", {"no_bias": False}, "no_bias = false"),
+        ("qwen3moe", {"num_experts_per_tok": 7}, "must be between 1 and the number of experts, 6"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0 is not supported"),
     ],
 )

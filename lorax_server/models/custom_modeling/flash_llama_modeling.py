@@ -154,6 +154,11 @@ class SparseMLP(nn.Module):
         super().__init__()
         mixture, size = arch.mixture, config.hidden_size
         assert mixture is not None
+        if not 1 <= mixture.top_k <= mixture.num_experts:
+            raise ConfigError(
+                f"config field num_experts_per_tok must be between 1 and the number of experts, {mixture.num_experts} "
+                f"(got {mixture.top_k})"
+            )
         module = f"{prefix}.{mixture.module}"
         self.route = partial(mixture.route, top_k=mixture.top_k)
         if mixture.router_bias is not None:
