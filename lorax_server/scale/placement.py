@@ -28,7 +28,7 @@ class RoutingKey(NamedTuple):
     prefix: int = 0  # hash of the prompt prefix; 0 for short prompts
 
 
-class Report(NamedTuple):
+class ReplicaReport(NamedTuple):
     """A replica's adapters by tier, as name hashes, and its state."""
 
     device: Set[int] = frozenset()
@@ -45,7 +45,7 @@ class ReplicaView:
 
     name: str
     load: float = 0.0  # running and queued requests
-    report: Report = field(default_factory=Report)
+    report: ReplicaReport = field(default_factory=ReplicaReport)
     device: set[int] = field(default_factory=set)  # adapters in the report, and adapters of recent requests
     sent: dict[int, float] = field(default_factory=dict)  # time of the last request for each adapter
 
@@ -104,7 +104,7 @@ class ReplicaChooser:
     def set_load(self, name: str, load: float) -> None:
         self.views[name].load = load
 
-    def set_report(self, name: str, report: Report, now: float) -> None:
+    def set_report(self, name: str, report: ReplicaReport, now: float) -> None:
         """Store a replica's report, and add the adapters of recent requests, which may not be in the report yet."""
         view = self.views[name]
         view.report = report

@@ -77,11 +77,11 @@ def make_dummy_lora_batch(memory: AdapterMemory, tokens: int) -> AdapterBatchDat
     linears = [target for target in arena.targets.values() if target.kind is TargetKind.LINEAR]
     widest = max((max(target.inputs.size, target.outputs.size) for target in linears), default=1)
     table[1, :, Field.RANK] = min(MAX_RANK, arena.buffer.numel() // widest)
-    believed = AdapterArena(
+    dummy_arena = AdapterArena(
         arena.buffer, table.to(device), arena.scales[:2], table, arena.vocab_sizes[:1] * 2, arena.targets
     )
     indices = torch.ones(tokens, dtype=torch.int32, device=device)
-    return AdapterBatchData(AdapterBatchMetadata(indices, [0, tokens], [1]), believed)
+    return AdapterBatchData(AdapterBatchMetadata(indices, [0, tokens], [1]), dummy_arena)
 
 
 def _run_head_lora(model: PagedCausalLM, data: AdapterBatchData) -> None:

@@ -156,7 +156,7 @@ class AdapterResolver:
         try:
             now = self._clock()
             is_good = now < (resolution.revalidate_at if ref.token else resolution.valid_until)
-            if is_good and self._resolutions.is_current(key, resolution.adapter):
+            if is_good and self._resolutions.check_current(key, resolution.adapter):
                 if now >= resolution.revalidate_at:
                     self._revalidate_in_background(key, ref)
                 outcome = completed_future(resolution.adapter)
