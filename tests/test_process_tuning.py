@@ -117,7 +117,7 @@ def test_environment_variable_disables_tuning(value: str) -> None:
 
 
 @pytest.mark.parametrize("variables", [{}, {VARIABLE: "1"}])
-def test_tuning_is_on_by_default(variables: dict[str, str]) -> None:
+def test_tuning_is_enabled_by_default(variables: dict[str, str]) -> None:
     is_same, num_frozen, *calls = run(ALL, **variables).split(maxsplit=2)
     assert is_same == "False"
     assert int(num_frozen) > 0

@@ -73,7 +73,7 @@ PATTERNS = [
 ]
 
 
-def test_first_matching_pattern_wins_as_in_peft() -> None:
+def test_first_matching_pattern_is_used_as_in_peft() -> None:
     """The first match wins, for single patterns and for all pairs."""
     seen = set()
     for keys in [*itertools.permutations(PATTERNS, 2), *itertools.permutations(PATTERNS[:4], 4)]:

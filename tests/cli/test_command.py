@@ -351,7 +351,7 @@ def test_aliases_show_help(argv: list[str], usage: str, capsys: pytest.CaptureFi
         (["generate", "Write", "a", "haiku"], "unexpected argument 'a'; put quotes around the prompt"),
     ],
 )
-def test_guesses_get_hint(argv: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_similar_commands_get_suggestion(argv: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 2
     assert hint in capsys.readouterr().err
 

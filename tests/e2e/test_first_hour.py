@@ -132,7 +132,7 @@ def user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[User]:
         assert not [line for line in server.log if "ERROR" in line or "Traceback" in line]
 
 
-def test_adapter_is_trained_dropped_in_replaced_and_removed(user: User) -> None:
+def test_adapter_can_be_trained_added_replaced_and_removed(user: User) -> None:
     assert user.list_names() == ["model"]  # the name of the model's folder
     assert user.agrees(None, None)
     first, second = user.train(1), user.train(2)
@@ -153,7 +153,7 @@ def test_adapter_is_trained_dropped_in_replaced_and_removed(user: User) -> None:
     assert user.agrees(None, None)
 
 
-def test_broken_adapter_is_explained(user: User) -> None:
+def test_broken_adapter_error_states_reason(user: User) -> None:
     folder = user.drop_in(user.train(3), "broken")
     weights = folder / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
@@ -203,7 +203,7 @@ def test_similar_name_is_suggested(user: User) -> None:
         user.openai.completions.create(model="modle", prompt=PROMPT)
 
 
-def test_structured_output_without_limit_ends(user: User) -> None:
+def test_structured_output_without_limit_terminates(user: User) -> None:
     schema = {"name": "words", "schema": {"type": "array", "items": {"type": "string"}}}
     response_format: Any = {"type": "json_schema", "json_schema": schema}
     reply = user.openai.chat.completions.create(model="", messages=MESSAGES, response_format=response_format)
@@ -218,7 +218,7 @@ def test_tool_call_is_forced_without_tool_template(user: User) -> None:
     assert json.loads(call.function.arguments)["day"] in ("Monday", "Tuesday")  # type: ignore[union-attr]
 
 
-def test_version_and_ignored_fields_are_shown(user: User) -> None:
+def test_version_and_ignored_fields_are_returned(user: User) -> None:
     assert user.server.send("GET", "/version").json["version"]
     reply = user.server.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "foo": 1})
     assert (reply.status, reply.headers["x-ignored-fields"]) == (200, "foo")
@@ -273,7 +273,7 @@ BAD_MODELS: dict[str, tuple[Callable[[Path], Path], str]] = {
 
 
 @pytest.mark.parametrize("problem", BAD_MODELS)
-def test_unusable_model_is_rejected_in_one_sentence(problem: str, tmp_path: Path) -> None:
+def test_unsupported_model_error_is_one_sentence(problem: str, tmp_path: Path) -> None:
     write, message = BAD_MODELS[problem]
     done = run_lorax("serve", "--model-id", str(write(tmp_path)), "--port", "0", "--no-hub")
     assert done.returncode != 0
@@ -282,7 +282,7 @@ def test_unusable_model_is_rejected_in_one_sentence(problem: str, tmp_path: Path
     assert re.search(message, line)
 
 
-def test_bench_without_server_says_so() -> None:
+def test_bench_without_server_reports_error() -> None:
     done = run_lorax("bench", LORAX_URL="http://127.0.0.1:9")
     assert done.returncode != 0
     assert "127.0.0.1:9" in done.stderr

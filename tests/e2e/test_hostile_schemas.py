@@ -117,7 +117,7 @@ def test_schema_analysis_errors_are_reported(path: str, body: dict[str, Any], st
 # --- Attacks ----------------------------------------------------------------------------------------------------------
 
 
-def test_large_enum_behind_many_unions_is_accepted() -> None:
+def test_large_enum_shared_by_many_unions_is_accepted() -> None:
     """84 KB that took 5 s on the event loop; the unions beyond the limit stay `oneOf`, which cannot be compiled."""
     large = {"type": "object", "properties": {"t": {"enum": [f"v{i}" for i in range(8000)]}}, "required": ["t"]}
     union = {"oneOf": [{"$ref": "#/$defs/large"}], "discriminator": {"propertyName": "t"}}

@@ -534,7 +534,7 @@ class World:
                 "stale tokens"
             )
 
-    def check_nothing_is_left(self) -> None:
+    def check_all_memory_is_released(self) -> None:
         """Check that all memory is released once no request needs it."""
         assert not self.open
         self.settle()

@@ -31,7 +31,7 @@ def make(name: str, device: torch.device) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "gpt2", "neox-parallel", "opt-projection"])
-def test_lm_head_indices_and_skip_lm_head(name: str, device: torch.device) -> None:
+def test_lm_head_indices_and_skip_lm_head_select_outputs(name: str, device: torch.device) -> None:
     _, model = make(name, device)
     driver = PagedDriver(model)
     inputs = driver.inputs([(driver.add(), IDS), (driver.add(), IDS[:5])])
@@ -150,7 +150,7 @@ def test_gpt2_scores_are_float32_in_half_precision(device: torch.device) -> None
 
 
 @pytest.mark.parametrize("name", ["llama-tied-head", "gpt2", "neox-tied-head", "opt-pre-norm"])
-def test_tied_config_with_separate_head(name: str, tmp_path: Path, device: torch.device) -> None:
+def test_separate_head_is_used_despite_tied_config(name: str, tmp_path: Path, device: torch.device) -> None:
     """A fine-tuned checkpoint may contain a head although its config says tied. transformers uses the head."""
     oracle = make_oracle(name)
     assert oracle.config.tie_word_embeddings
@@ -167,7 +167,7 @@ def test_tied_config_with_separate_head(name: str, tmp_path: Path, device: torch
     assert (driver.forward([(driver.add(), IDS)])[0] - expected).abs().max() < 1e-4
 
 
-def test_tied_weights_stored_only_as_head(device: torch.device) -> None:
+def test_tied_weights_may_be_stored_as_head_only(device: torch.device) -> None:
     oracle, model = make("llama-tied-head", device)
     tensors = checkpoint("llama-tied-head", oracle)
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")

@@ -238,7 +238,7 @@ def test_preemption_does_not_change_tokens(device: torch.device, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "gpt2"])
-def test_prompt_logprobs_and_alternatives(name: str, device: torch.device, tmp_path: Path) -> None:
+def test_prompt_logprobs_and_alternatives_match_transformers(name: str, device: torch.device, tmp_path: Path) -> None:
     models = make_models(name, tmp_path, device)
     workload = Workload(make_engine(models), models.folders)
     prompts = make_prompts()

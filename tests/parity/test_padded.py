@@ -59,7 +59,7 @@ def accepted(model: Any, **inputs: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", slow_except(QUICK, NAMES))
-def test_left_padded_batch_equals_transformers_alone(name: str, device: torch.device) -> None:
+def test_left_padded_batch_matches_single_requests_in_transformers(name: str, device: torch.device) -> None:
     """Prompts of different lengths, then 20 decode steps with the past handed back."""
     _, model = make_pair(name, device)
     lengths = [13, 4, 9]
@@ -106,7 +106,7 @@ def test_padded_logits_match_paged_logits(name: str, device: torch.device) -> No
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", BOTH)
-def test_multiple_new_tokens_with_past(name: str, device: torch.device) -> None:
+def test_multiple_new_tokens_with_past_use_causal_attention(name: str, device: torch.device) -> None:
     """Multiple new tokens with a past use causal attention, with and without an explicit mask."""
     oracle, model = make_pair(name, device)
     ids = torch.randint(3, 97, (2, 17), device=device)

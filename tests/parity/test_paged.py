@@ -125,7 +125,7 @@ def test_batch_matches_single_sequences(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("name", slow_except(QUICK, LENGTH_DEPENDENT), scope="module")
-def test_long_sequence_does_not_change_angles_of_others(pair: Pair) -> None:
+def test_long_sequence_does_not_change_angles_of_other_sequences(pair: Pair) -> None:
     """A long sequence in the batch does not change the angles of a short sequence."""
     short, long = random_ids(10, seed=1), random_ids(60, seed=2)
     driver = pair.driver()

@@ -43,7 +43,7 @@ def serving(*flags: str) -> Iterator["subprocess.Popen[str]"]:
 
 
 @pytest.mark.slow
-def test_serve_replicas_and_stop_cleanly() -> None:
+def test_replicas_are_served_and_stopped() -> None:
     with serving("--device", "cpu") as process:
         assert process.stdout is not None
         said: list[str] = []

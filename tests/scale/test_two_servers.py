@@ -115,7 +115,7 @@ def test_earlier_processed_unload_removes_later_pin(pair: Pair) -> None:
     assert not is_pinned()
 
 
-def test_replacing_load_determines_pin(pair: Pair) -> None:
+def test_later_load_determines_pin(pair: Pair) -> None:
     def are_pinned() -> bool:
         found = [listed(port).get("owner/redact") for port in pair.ports]
         return all(each is not None and each["pinned"] for each in found)

@@ -119,7 +119,7 @@ def tokenizer() -> TextTokenizer:
 
 
 @pytest.mark.parametrize("name", UNIONS)
-def test_pydantic_discriminated_unions(name: str, tokenizer: TextTokenizer) -> None:
+def test_pydantic_discriminated_unions_are_rewritten(name: str, tokenizer: TextTokenizer) -> None:
     union, right, wrong = UNIONS[name]
     schema = TypeAdapter(union).json_schema()
     assert "oneOf" in json.dumps(schema)

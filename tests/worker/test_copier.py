@@ -147,7 +147,7 @@ BUSY_CYCLES = 1_000_000_000  # cycles: about half a second
 
 
 @pytest.mark.gpu
-def test_many_copies_through_small_buffers(make: Make) -> None:
+def test_many_copies_through_small_buffers_are_complete(make: Make) -> None:
     copier = make(CopyStream(torch.device("cuda")), 3, 2**16)
     sources = [draw(1 + 20011 * i, i) for i in range(40)]  # sizes are not multiples of the buffer size
     targets = [torch.zeros(len(source), dtype=torch.bfloat16, device="cuda") for source in sources]

@@ -391,7 +391,7 @@ def test_credentials_do_not_appear_in_errors(
     assert "a-secret-key" not in caplog.text
 
 
-def test_missing_boto3_names_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_boto3_error_names_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "boto3", None)
     with pytest.raises(ConfigError, match=r"pip install 'lorax_server\[s3\]'"):
         S3Source(BUCKET, tmp_path)

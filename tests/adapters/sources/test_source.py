@@ -205,7 +205,7 @@ def test_pickle_files_are_never_opened(source: FakeSource, pickle: str) -> None:
         ({WEIGHTS: 10, "adapter_model.bin": 10}, "no adapter_config.json"),
     ],
 )
-def test_missing_files_are_named(source: FakeSource, sizes: dict[str, int], missing: str) -> None:
+def test_error_names_missing_files(source: FakeSource, sizes: dict[str, int], missing: str) -> None:
     source.sizes = sizes
     with pytest.raises(AdapterError, match=f"'name': has {missing}; save the adapter with PEFT"):
         front(source).fetch("fake", "name", None, accept)

@@ -248,7 +248,7 @@ def test_decode_bits_are_batch_invariant(ops: HopperOps, cache_dtype: torch.dtyp
             assert torch.equal(alone[0], together[row])
 
 
-def test_graph_replay_with_different_lengths(ops: HopperOps) -> None:
+def test_graph_can_be_replayed_with_different_lengths(ops: HopperOps) -> None:
     """Replay a graph with several layers for other lengths, blocks and padding."""
     batches = [Paged([(37 * row + 411 * step) % 2000 for row in range(70)], width=130, seed=step) for step in range(3)]
     spec, held = AttentionSpec(0.1), batches[0]
@@ -325,7 +325,7 @@ def test_single_tokens_in_mixed_step_match_decode_bits(
     assert torch.equal(out[at], decoded)
 
 
-def test_nan_stays_in_its_row(ops: HopperOps) -> None:
+def test_nan_row_does_not_affect_other_rows(ops: HopperOps) -> None:
     paged = Paged([50, 700, 90])
     paged.qkv[1] = math.nan
     found, _ = paged.run(ops, AttentionSpec(0.1))

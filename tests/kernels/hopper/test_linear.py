@@ -90,7 +90,7 @@ def set_adapters(linear: FusedLinear, batch: LoraBatch, indices: Sequence[int]) 
 
 
 @pytest.mark.parametrize("rows", [1, 13, 64, 128])
-def test_graph_replay_with_any_adapter_mix(fused: Fused, rows: int) -> None:
+def test_graph_can_be_replayed_with_any_adapter_mix(fused: Fused, rows: int) -> None:
     """Capture without adapters, then replay with none, some, all, missing targets, and rank 512."""
     world = LinearCase(1024, (1024, 256, 256), make_adapters(9, 3))
     x, linear = world.normal(rows, 1024), fused[torch.bfloat16]

@@ -49,7 +49,7 @@ def run_sharded(group: ProcessGroup, base: str, folders: list[Path]) -> list[tor
 
 
 @pytest.mark.parametrize("base", BATCHES)
-def test_all_methods_in_one_batch_and_on_two_ranks(
+def test_all_methods_match_peft_in_one_batch_and_on_two_ranks(
     base: str, tmp_path: Path, device: torch.device, ranks: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folders = [tmp_path / name for name in BATCHES[base]]
