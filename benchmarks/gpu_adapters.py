@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from harness.adapter_pool import HostPool, Step, Watch, make_hosts, name_of
+from harness.adapter_pool import HostPool, Step, StepRecorder, make_hosts, name_of
 from harness.files import LLAMA_8B, TINY, ModelShape, make_adapters, make_model, scratch_folder
 from harness.report import Record, make_parser, percentile, report
 
@@ -56,7 +56,7 @@ SMALL = Scale(TINY, "cpu", adapters=120, num_device_adapters=70, warm_up=80, req
 # --- An engine with adapters in host memory ---------------------------------------------------------------------------
 
 
-def make_engine(folder: Path, scale: Scale) -> tuple[Engine, Watch]:
+def make_engine(folder: Path, scale: Scale) -> tuple[Engine, StepRecorder]:
     settings = ModelConfig(folder / "model", device=scale.device)
     model = get_model(settings, FakeGroup())
     hosts = make_hosts(model, scale.adapters, scale.rank)
@@ -75,13 +75,13 @@ def make_engine(folder: Path, scale: Scale) -> tuple[Engine, Watch]:
     assert worker.preparer is not None
     worker.preparer.close()
     worker.preparer = HostPool(model, hosts)
-    watch = Watch(worker)
-    engine = assemble(config, watch)
+    recorder = StepRecorder(worker)
+    engine = assemble(config, recorder)
     for adapter in range(scale.adapters):
         engine._table.register(AdapterSpec(name_of(adapter), name_of(adapter), (), 1))
     while engine.status().adapters_on_host < scale.adapters:
         engine.step()
-    return engine, watch
+    return engine, recorder
 
 
 # --- Traffic ----------------------------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ class Result:
         steps: Iterable[Step] = self.steps
         if only_decode:
             steps = [step for step in steps if not step.has_prompt and step.rows > MAX_CONCURRENCY - 8]
-        return [step.gap * 1e3 for step in steps if step.is_loading or not only_loading]
+        return [step.duration_s * 1e3 for step in steps if step.is_loading or not only_loading]
 
 
 def make_traffic(scale: Scale, num_adapters: int) -> Traffic:
@@ -130,14 +130,14 @@ def make_request(number: int, prompt: list[int], length: int, identity: str) -> 
     return Request(number, prompt, SamplingParams(), stop, adapter_identity=identity, tenant=identity)
 
 
-def serve(engine: Engine, watch: Watch, scale: Scale, traffic: Traffic, first_id: int) -> Result:
+def serve(engine: Engine, recorder: StepRecorder, scale: Scale, traffic: Traffic, first_id: int) -> Result:
     """Keep `MAX_CONCURRENCY` requests in flight until all measured requests have been added."""
     num_added = num_done = num_tokens = first_step = loads = 0
     start = 0.0
     while num_added < scale.warm_up + scale.requests:
         while num_added - num_done < MAX_CONCURRENCY:
             if num_added == scale.warm_up:
-                start, first_step, num_tokens = time.perf_counter(), watch.num_ended, 0
+                start, first_step, num_tokens = time.perf_counter(), recorder.num_finished, 0
                 loads = engine.status().adapters_loaded
             request = traffic.prompts[num_added], traffic.lengths[num_added], traffic.adapters[num_added]
             traffic.arrival_times[num_added] = time.perf_counter()
@@ -150,7 +150,7 @@ def serve(engine: Engine, watch: Watch, scale: Scale, traffic: Traffic, first_id
             num_tokens += len(output.tokens)
             num_done += output.finish_reason is not None
     seconds, loads = time.perf_counter() - start, engine.status().adapters_loaded - loads
-    steps = watch.steps[first_step : watch.num_ended]
+    steps = recorder.steps[first_step : recorder.num_finished]
     abort(engine, first_id, num_added)
     measured = [number for number in traffic.first_token_times if number >= scale.warm_up]
     first_tokens = [(traffic.first_token_times[number] - traffic.arrival_times[number]) * 1e3 for number in measured]
@@ -178,14 +178,16 @@ def load_popular_adapters(engine: Engine, scale: Scale) -> None:
 class ColdAdapterResult(NamedTuple):
     """Time to first token with a cold adapter, and the longest step times for other sequences, in milliseconds."""
 
-    first_token: float
-    longest_gap: float
-    prompt_gap: float
+    first_token_ms: float
+    longest_step_ms: float
+    prompt_step_ms: float
 
 
-def request_cold_adapter(engine: Engine, watch: Watch, name: str, number: int, prompt: list[int]) -> ColdAdapterResult:
+def request_cold_adapter(
+    engine: Engine, recorder: StepRecorder, name: str, number: int, prompt: list[int]
+) -> ColdAdapterResult:
     """Request an adapter that is only on disk while other requests run. Return after its first token."""
-    start_time, first_step = time.perf_counter(), watch.num_ended
+    start_time, first_step = time.perf_counter(), recorder.num_finished
     found, is_added, has_first_token = engine.resolve([AdapterRef("local", name)]), False, False
     while not has_first_token:
         if found.done() and not is_added:
@@ -194,15 +196,17 @@ def request_cold_adapter(engine: Engine, watch: Watch, name: str, number: int, p
         for output in engine.step():
             assert output.failure is None, output.failure
             has_first_token |= output.request_id == number
-    seconds, steps = time.perf_counter() - start_time, watch.steps[first_step : watch.num_ended]
+    seconds, steps = time.perf_counter() - start_time, recorder.steps[first_step : recorder.num_finished]
     for _ in range(10):  # until it finishes, because steps with one more sequence are longer
         engine.step()
-    step_times = [step.gap * 1e3 for step in steps if not step.has_prompt]
-    return ColdAdapterResult(seconds * 1e3, max(step_times), max(step.gap * 1e3 for step in steps if step.has_prompt))
+    step_times = [step.duration_s * 1e3 for step in steps if not step.has_prompt]
+    return ColdAdapterResult(
+        seconds * 1e3, max(step_times), max(step.duration_s * 1e3 for step in steps if step.has_prompt)
+    )
 
 
 def measure_cold_adapters(
-    engine: Engine, watch: Watch, scale: Scale, names: Sequence[str], first_id: int
+    engine: Engine, recorder: StepRecorder, scale: Scale, names: Sequence[str], first_id: int
 ) -> tuple[float, list[ColdAdapterResult]]:
     """Run 64 requests, then request cold adapters. Return the median step time before these, in milliseconds."""
     prompts = [[(i * 31 + j) % 500 + 3 for j in range(PROMPT)] for i in range(MAX_CONCURRENCY + len(names))]
@@ -212,9 +216,11 @@ def measure_cold_adapters(
         engine.step()
     for _ in range(60):
         engine.step()
-    median = statistics.median(step.gap * 1e3 for step in watch.steps[watch.num_ended - 40 : watch.num_ended])
+    median = statistics.median(
+        step.duration_s * 1e3 for step in recorder.steps[recorder.num_finished - 40 : recorder.num_finished]
+    )
     results = [
-        request_cold_adapter(engine, watch, name, first_id + MAX_CONCURRENCY + i, prompts[MAX_CONCURRENCY + i])
+        request_cold_adapter(engine, recorder, name, first_id + MAX_CONCURRENCY + i, prompts[MAX_CONCURRENCY + i])
         for i, name in enumerate(names)
     ]
     abort(engine, first_id, MAX_CONCURRENCY + len(names))
@@ -232,10 +238,10 @@ def compare(scale: Scale, one_adapter: Result, many_adapters: Result) -> list[Re
             Record(f"{name}: tokens per second", run.tokens_per_s, "1/s"),
             Record(f"{name}: P50 time to first token", percentile(run.first_tokens, 0.5), "ms"),
             Record(f"{name}: P99 time to first token", percentile(run.first_tokens, 0.99), "ms"),
-            Record(f"{name}: median gap of all steps", statistics.median(run.step_times_ms(False)), "ms"),
-            Record(f"{name}: longest gap of all steps", max(run.step_times_ms(False)), "ms"),
-            Record(f"{name}: median gap, only decoding", statistics.median(run.step_times_ms(True)), "ms"),
-            Record(f"{name}: longest gap, only decoding", max(run.step_times_ms(True)), "ms"),
+            Record(f"{name}: median step", statistics.median(run.step_times_ms(False)), "ms"),
+            Record(f"{name}: longest step", max(run.step_times_ms(False)), "ms"),
+            Record(f"{name}: median decode step", statistics.median(run.step_times_ms(True)), "ms"),
+            Record(f"{name}: longest decode step", max(run.step_times_ms(True)), "ms"),
             Record(f"{name}: adapters copied to the device", run.loads, ""),
         ]
     median, loading = (
@@ -248,24 +254,24 @@ def compare(scale: Scale, one_adapter: Result, many_adapters: Result) -> list[Re
         *records,
         Record("throughput", many_adapters.tokens_per_s / one_adapter.tokens_per_s, "x", peer, 0.9),
         Record("P99 time to first token", latency_ratio, "x", peer, 2.0, at_most=True),
-        Record("longest gap of all steps", longest_step_ratio, "x", peer, 1.3, at_most=True),
+        Record("longest step", longest_step_ratio, "x", peer, 1.3, at_most=True),
         Record("decode steps while adapters are copied", len(loading), ""),
-        Record("longest gap of these", max(loading, default=0.0) / median, "x", "the median step", 1.3, at_most=True),
+        Record("longest of these steps", max(loading, default=0.0) / median, "x", "the median step", 1.3, at_most=True),
     ]
 
 
 def make_cold_adapter_records(median: float, results: Sequence[ColdAdapterResult]) -> list[Record]:
     worst, typical = (
-        max(result.longest_gap for result in results),
-        statistics.median(result.longest_gap for result in results),
+        max(result.longest_step_ms for result in results),
+        statistics.median(result.longest_step_ms for result in results),
     )
-    prompt = statistics.median(result.prompt_gap for result in results)
-    first_token_times = statistics.median(result.first_token for result in results)
+    prompt = statistics.median(result.prompt_step_ms for result in results)
+    first_token_times = statistics.median(result.first_token_ms for result in results)
     return [
         Record("64 requests: median step", median, "ms"),
         Record(f"cold adapter: time to first token, median of {len(results)}", first_token_times, "ms"),
-        Record("cold adapter: longest gap, median", typical / median, "x", "the median step"),
-        Record("cold adapter: longest gap, worst", worst / median, "x", "the median step", 1.3, at_most=True),
+        Record("cold adapter: longest step, median", typical / median, "x", "the median step"),
+        Record("cold adapter: longest step, worst", worst / median, "x", "the median step", 1.3, at_most=True),
         Record("cold adapter: step with its prompt, median", prompt / median, "x", "the median step"),
     ]
 
@@ -275,16 +281,16 @@ def measure(folder: Path, scale: Scale) -> list[Record]:
     make_model(folder / "model", scale.shape)
     names = make_adapters(folder / "adapters", scale.shape, NUM_COLD_ADAPTERS, COLD_ADAPTER_RANK)
     files_done = time.monotonic()
-    engine, watch = make_engine(folder, scale)
+    engine, recorder = make_engine(folder, scale)
     tune_gc()
     print(f"files in {files_done - start_time:.0f} s, engine in {time.monotonic() - files_done:.0f} s", flush=True)
     runs = []
     for run, num_adapters in enumerate((1, scale.adapters)):
         if num_adapters > 1:
             load_popular_adapters(engine, scale)
-        runs.append(serve(engine, watch, scale, make_traffic(scale, num_adapters), run * 10**6))
+        runs.append(serve(engine, recorder, scale, make_traffic(scale, num_adapters), run * 10**6))
         print(f"{num_adapters} adapters: {runs[-1].tokens_per_s:.0f} tokens/s", flush=True)
-    median, results = measure_cold_adapters(engine, watch, scale, names, 2 * 10**6)
+    median, results = measure_cold_adapters(engine, recorder, scale, names, 2 * 10**6)
     engine.close()
     return [*compare(scale, *runs), *make_cold_adapter_records(median, results)]
 

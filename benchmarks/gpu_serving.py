@@ -136,7 +136,7 @@ def run_llm(llm: LLM, load: Sequence[LoadRequest], max_concurrency: int) -> RunM
     steps: list[tuple[float, int]] = []
     num_tokens = llm.status.generated_tokens
     while True:
-        num_ended = llm._num_ended
+        num_finished = llm._num_finished
         runs = [run for run in runs if not run.is_done]
         while len(runs) < max_concurrency and (request := next(remaining, None)) is not None:
             stop = StopParams(max_new_tokens=request.answer, ignore_eos=True)
@@ -144,7 +144,7 @@ def run_llm(llm: LLM, load: Sequence[LoadRequest], max_concurrency: int) -> RunM
             llm._start(runs[-1], "raise")
         if not runs:
             break
-        while num_ended == llm._num_ended:
+        while num_finished == llm._num_finished:
             llm._step()
             so_far = llm.status.generated_tokens
             steps.append((time.perf_counter(), so_far - num_tokens))
