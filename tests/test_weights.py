@@ -266,13 +266,13 @@ def test_tied_scalars_are_found_under_both_names(tmp_path: Path) -> None:
 def test_missing_tensor_error_names_file(tmp_path: Path, write: Writer, name: str) -> None:
     write(tmp_path, some_tensors())
     weights = open_weights(tmp_path, **how())
-    for ask in (
+    for call in (
         lambda: weights.get_tensor(name),
         lambda: weights.get_shape(name),
         lambda: weights.get_sharded(name, 0, unsharded(3)),
     ):
         with pytest.raises(WeightsError, match="is missing") as caught:
-            ask()
+            call()
         assert repr(name) in str(caught.value)
         assert str(tmp_path) in str(caught.value)
 
@@ -281,13 +281,13 @@ def test_missing_tensor_error_names_file(tmp_path: Path, write: Writer, name: st
 def test_wrong_shape_error_names_expected_shape(tmp_path: Path, write: Writer) -> None:
     write(tmp_path, some_tensors())
     weights = open_weights(tmp_path, **how())
-    asks: list[Callable[[], Any]] = [
+    calls: list[Callable[[], Any]] = [
         lambda: weights.get_tensor("matrix", (8, 7)),
         lambda: weights.get_sharded("matrix", 1, Shard(7, ((0, 3),)), (8, 7)),
     ]
-    for ask in asks:
+    for call in calls:
         with pytest.raises(WeightsError, match=r"'matrix' has shape \(8, 6\), expected \(8, 7\)") as caught:
-            ask()
+            call()
         assert str(tmp_path) in str(caught.value)
 
 

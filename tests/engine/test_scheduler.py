@@ -468,8 +468,8 @@ class ReportingDevice(Device):
             self.prompts[new.slot] = list(new.token_ids[: new.prompt_length])
         result = super().run(plan)
         reports = []
-        for slot, start, count, asks in zip(plan.slots, plan.starts, plan.counts, plan.scores_prompt, strict=True):
-            if asks:
+        for slot, start, count, scores in zip(plan.slots, plan.starts, plan.counts, plan.scores_prompt, strict=True):
+            if scores:
                 prompt = self.prompts[slot]
                 ends = min(start + count, len(prompt) - 1)
                 assert ends > start

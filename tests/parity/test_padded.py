@@ -60,7 +60,7 @@ def accepted(model: Any, **inputs: Any) -> dict[str, Any]:
 @torch.no_grad()
 @pytest.mark.parametrize("name", slow_except(QUICK, NAMES))
 def test_left_padded_batch_matches_single_requests_in_transformers(name: str, device: torch.device) -> None:
-    """Prompts of different lengths, then 20 decode steps with the past handed back."""
+    """Prefill prompts of different lengths, then run 20 decode steps with the returned `past_key_values`."""
     _, model = make_pair(name, device)
     lengths = [13, 4, 9]
     ids, mask = left_padded(lengths, device)

@@ -1,5 +1,4 @@
-"""The ingress between clients and servers that fail in all ways. The servers are sockets, and our router chooses; only
-Ray's way to it is left out."""
+"""The ingress with replica servers that fail in different ways. Uses sockets and the real router, but not Ray."""
 
 import asyncio
 import json

@@ -192,13 +192,13 @@ def test_load_is_reported_without_step(worker: Worker, record: Record) -> None:
 
 
 def test_on_event_subscribes_to_memory_and_preparer(worker: Worker, record: Record) -> None:
-    told: list[str] = []
-    worker.on_event(lambda: told.append("news"))
+    notified: list[str] = []
+    worker.on_event(lambda: notified.append("news"))
     record.notify()  # as the preparer does
     (calls,) = record.calls
     assert calls[0] == "on_loaded"
     calls[1]()
-    assert told == ["news", "news"]
+    assert notified == ["news", "news"]
 
 
 def test_failed_load_raises_in_collect(worker: Worker, record: Record) -> None:

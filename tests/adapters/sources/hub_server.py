@@ -48,7 +48,7 @@ class Repo:
 class HubServer(Server):
     def __init__(self) -> None:
         self.repos: dict[str, Repo] = {}
-        self.knows_ranges = True
+        self.supports_ranges = True
         self.files_are_at: str | None = None  # redirect file downloads to this server
         super().__init__()
 
@@ -88,7 +88,7 @@ class HubServer(Server):
 
     def send_range(self, request: Request, headers: dict[str, str], content: bytes) -> Reply:
         wanted = re.fullmatch(r"bytes=(\d+)-", request.headers.get("range", ""))
-        if wanted is None or not self.knows_ranges:
+        if wanted is None or not self.supports_ranges:
             return Reply(200, headers | {"Content-Length": str(len(content))}, content)
         start = int(wanted[1])
         if start >= len(content):

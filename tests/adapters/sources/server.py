@@ -43,7 +43,7 @@ def _do_nothing(request: Request) -> None:
 
 
 class Server:
-    """Answers with `answer(request)`, on a free port, until it is closed."""
+    """An HTTP server on a free port that responds with `answer(request)` until it is closed."""
 
     def __init__(self) -> None:
         self.seen: list[Request] = []

@@ -138,9 +138,9 @@ class Clock:
 def test_authorization_is_cached_until_ttl(source: FakeSource) -> None:
     clock = Clock()
     sources = front(source, authorization_ttl_s=60, clock=clock)
-    for clock.now, asked in ((0, 1), (59, 1), (60, 2), (119, 2), (121, 3)):
+    for clock.now, num_authorizations in ((0, 1), (59, 1), (60, 2), (119, 2), (121, 3)):
         sources.fetch("fake", "name", "token", accept)
-        assert steps(source).count("authorize") == asked
+        assert steps(source).count("authorize") == num_authorizations
 
 
 def test_cached_authorization_is_per_name_and_token(source: FakeSource) -> None:

@@ -307,10 +307,10 @@ class Content:
 
 @dataclass
 class Worker:
-    """A worker that plays the engine's orders on a buffer, and checks that each step finds its own adapters.
+    """A fake worker that applies loads and moves to a buffer, and checks that each step reads the correct adapters.
 
-    A load is written between `allocate` and `loaded`. A step runs between `submit` and `completed`, after the one
-    before it: first its moves, and then it reads, for as long as it may.
+    A load is written between `allocate` and `loaded`. Steps run in order, between `submit` and `completed`. A step first
+    executes its moves and then reads its adapters until it is completed.
     """
 
     loads_early: bool
