@@ -107,7 +107,7 @@ def test_threads_share_malloc_arenas() -> None:
 
 
 def test_malloc_returns_freed_large_blocks() -> None:
-    """Blocks are returned even after a first free, and if a small block lies behind them."""
+    """Large blocks are returned even after an earlier free, and even if a small block follows them in memory."""
     assert int(run(THRESHOLDS)) < 2**23, "bytes that are free and kept"
 
 

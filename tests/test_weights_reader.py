@@ -136,7 +136,7 @@ def test_error_names_file_replaced_after_opening(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [*DAMAGE, "missing", "list", "sizes"])
 def test_error_names_damaged_file(tmp_path: Path, damage: str) -> None:
-    """safetensors rejects such files first, but a file may be damaged in between."""
+    """safetensors checks the file first, but the file may be damaged between this check and the read."""
     path = tmp_path / "model.safetensors"
     good = safetensors_bytes(tmp_path)
     if damage in DAMAGE:

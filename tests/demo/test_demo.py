@@ -62,7 +62,7 @@ def test_only_matching_adapter_solves_task(demo: Demo) -> None:
 
 
 def test_adapters_solve_their_tasks(items: list[Item], alone: dict[str, list[str]]) -> None:
-    """Quick check. The slow test measures each adapter's accuracy."""
+    """Check a few items per adapter. The slow test measures the accuracy."""
     for skill in SKILLS:
         assert score(alone[skill], items[:FEW_ITEMS], skill) >= 75
 

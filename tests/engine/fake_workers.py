@@ -105,9 +105,9 @@ class _Load:
 class Workers:
     """A fake `Executor` that runs each operation at a random legal time.
 
-    Steps run in order, between `submit` and `collect`. A step first executes its moves and then reads its adapters until
-    it is collected. A load is written at any time after its step is submitted and before the load is reported by a step
-    result or by `pop_loaded`. Each unit stores its adapter and its position within the adapter.
+    Steps run in order, between `submit` and `collect`. A step first executes its moves and then reads its adapters
+    until it is collected. A load is written at any time after its step is submitted and before the load is reported by
+    a step result or by `pop_loaded`. Each unit stores its adapter and its position within the adapter.
     """
 
     def __init__(self, capabilities: Capabilities, host_bytes: int, rng: random.Random, most_turns: int = 3) -> None:

@@ -157,7 +157,7 @@ def test_shared_block_is_free_after_last_release() -> None:
 
 @dataclass
 class Held:
-    """A model sequence: its tokens and expected blocks."""
+    """A test sequence: its tokens and expected blocks."""
 
     tokens: list[int]
     root: bytes

@@ -11,7 +11,7 @@ from tests.engine.fake_workers import SubmittedRequest, World, alone
 
 
 def fail_at(world: World, *steps: int) -> None:
-    """Make these steps, counted from 1, run out of memory."""
+    """Make the given steps, counted from 1, run out of memory."""
     world.workers.lacks_memory = lambda plan: plan.step in steps
 
 

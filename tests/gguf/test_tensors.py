@@ -29,7 +29,7 @@ FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K", "Q2_K", "Q3_K")
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file with a random matrix of each type, and a vector."""
+    """Write a file with a random matrix of each type, and a vector."""
     path = tmp_path_factory.mktemp("tensors") / "a.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     for kind in TYPES:

@@ -126,7 +126,7 @@ def test_tensor_name_prefix_is_applied(device: torch.device) -> None:
 
 
 def test_gpt2_scores_are_float32_in_half_precision(device: torch.device) -> None:
-    """`reorder_and_upcast_attn` computes scores in float32, so adding a constant above the float16 range has no effect."""
+    """`reorder_and_upcast_attn` computes scores in float32, so a constant above the float16 range has no effect."""
     tensors = {name: tensor.clone() for name, tensor in checkpoint("gpt2", make_oracle("gpt2")).items()}
     for layer in range(3):
         weight, bias = (tensors[f"transformer.h.{layer}.attn.c_attn.{kind}"] for kind in ("weight", "bias"))

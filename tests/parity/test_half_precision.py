@@ -82,7 +82,7 @@ class Watched:
 
 
 class Pair:
-    """A model here in half precision, and in transformers in float32 and in half precision."""
+    """A model in this server in half precision, and in transformers in float32 and half precision."""
 
     def __init__(self, name: str, dtype: torch.dtype, ops: Ops) -> None:
         self.name, self.dtype, self.ops = name, dtype, ops
@@ -281,7 +281,7 @@ def generate(model: PagedCausalLM, prompts: Sequence[list[int]], count: int) -> 
 
 @pytest.mark.usefixtures("best_kernels")
 def test_greedy_tokens_match_transformers(pair: Pair, record_property: Any) -> None:
-    """Tokens equal transformers' greedy tokens in float32 and half precision, except near ties."""
+    """Compare greedy tokens with transformers in float32 and half precision, up to near ties."""
     prompts = [row[:length] for row, length in zip(make_rows()[1:], (1, 9, 150, 40), strict=False)]
     compared = same = 0
     for prompt, tokens in zip(prompts, generate(pair.ours, prompts, 40), strict=True):

@@ -191,7 +191,7 @@ def test_neox_rope_table_grows(device: torch.device) -> None:
 
 @torch.no_grad()
 def test_positions_and_head_mask_are_broadcast(device: torch.device) -> None:
-    """One row of positions for all, and a float32 mask for a model in half precision."""
+    """Use one row of positions for all sequences, and a float32 mask with a half-precision model."""
     oracle, model = make_pair("neox-parallel", device)
     ids = torch.randint(3, 97, (2, 6), device=device)
     positions = torch.arange(3, 9, device=device)[None]

@@ -35,7 +35,7 @@ INF = math.inf
 
 
 class Row(NamedTuple):
-    """One sequence with the logits of its next token."""
+    """A sequence with the logits for its next token."""
 
     params: SamplingParams
     ids: tuple[int, ...]

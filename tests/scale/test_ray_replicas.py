@@ -29,14 +29,14 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def machine() -> Iterator[Cluster]:
-    """An empty Ray cluster."""
+    """Start a Ray cluster without replicas."""
     with starting() as cluster:
         yield cluster
 
 
 @pytest.fixture
 def cluster(machine: Cluster) -> Cluster:
-    """Two replicas."""
+    """Start a cluster with two replicas."""
     machine.scale(2)
     return machine
 

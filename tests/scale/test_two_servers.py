@@ -285,7 +285,7 @@ def test_only_replica_with_access_serves_adapter(pair: Pair, body: Any, refusal:
 
 
 def test_key_limits_apply_per_replica(pair: Pair) -> None:
-    """Over N replicas, the total limit is N times as high."""
+    """With N replicas, the total limit is N times the configured limit."""
     body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 1}}
     for port in pair.ports:
         statuses = [send(port, "POST", "/generate", body, LIMITED)[0] for _ in range(LIMIT + 2)]

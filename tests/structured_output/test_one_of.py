@@ -229,7 +229,7 @@ def test_hostile_references_take_bounded_steps() -> None:
 
 
 class Unprintable:
-    """Stands for an object that is too large to convert to a string."""
+    """A placeholder for an object that is too large to convert to a string."""
 
     def __str__(self) -> str:
         raise AssertionError("the object is converted to a string")

@@ -471,7 +471,7 @@ POISON = VOCAB - 1
 
 @pytest.fixture
 def poisoned(lm: CausalLM) -> Iterator[CausalLM]:
-    """A token with a NaN embedding, which makes the following keys and values NaN."""
+    """Return a token with a NaN embedding, which makes the following keys and values NaN."""
     model: Any = lm.model
     weight = model.get_input_embeddings().weight
     kept = weight[POISON].detach().clone()

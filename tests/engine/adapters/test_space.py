@@ -309,8 +309,8 @@ class Content:
 class Worker:
     """A fake worker that applies loads and moves to a buffer, and checks that each step reads the correct adapters.
 
-    A load is written between `allocate` and `loaded`. Steps run in order, between `submit` and `completed`. A step first
-    executes its moves and then reads its adapters until it is completed.
+    A load is written between `allocate` and `loaded`. Steps run in order, between `submit` and `completed`. A step
+    first executes its moves and then reads its adapters until it is completed.
     """
 
     loads_early: bool
@@ -524,7 +524,7 @@ RULES = [Machine.allocate, Machine.finish_load, Machine.free, Machine.compact, M
 
 
 class SlowMachine(Machine):
-    """The same with a small limit for moves per step."""
+    """A `Machine` with a small limit for moves per step."""
 
     MOST_MOVED = 4
 

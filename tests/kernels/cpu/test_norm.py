@@ -231,7 +231,7 @@ def test_bfloat16_nan_stays_nan(bits: int, library: Library) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 5, 67, 576, 4096])
 def test_scale_and_shift_matches_reference(size: int, dtype: torch.dtype, library: Library) -> None:
-    """Three adjacent targets in strided rows. Only the second target has vectors."""
+    """Use three adjacent targets in strided rows. Only the second target has vectors."""
     lora = adapters(size, dtype)
     targets = [LoraTarget(i, slice(2 + i * size, 2 + (i + 1) * size)) for i in range(3)]
     rows = normal(len(lora.adapter_indices), 3 * size + 4, seed=7, dtype=dtype)

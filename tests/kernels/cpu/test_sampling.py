@@ -55,7 +55,7 @@ def test_greedy_ties_choose_lowest_id(dtype: torch.dtype, library: Library) -> N
 
 
 def test_greedy_nan_and_infinite_scores_give_nan_logprobs(library: Library) -> None:
-    """Rows with NaN, mostly masked rows, and infinities."""
+    """Use rows with NaN, mostly masked rows, and rows with infinities."""
     logits = normal(9, 9000, seed=1)
     logits[0] = NEG_INFINITY
     logits[1] = NEG_INFINITY

@@ -228,7 +228,7 @@ def test_long_contexts_and_large_batches_match_reference(
 
 @pytest.mark.parametrize("cache_dtype", [None, FP8])
 def test_decode_bits_are_batch_invariant(ops: HopperOps, cache_dtype: torch.dtype | None) -> None:
-    """A row has equal bits alone, in a batch, and with a wide block table."""
+    """A row gives equal bits alone, in a batch, and with a wide block table."""
     many = Paged([40, 600, 9, 3000, *range(100, 3000, 40)], cache_dtype=cache_dtype)
     spec = AttentionSpec(0.1)
     together = many.run(ops, spec)[0]
@@ -289,7 +289,7 @@ def test_graph_can_be_replayed_with_different_lengths(ops: HopperOps) -> None:
 def test_single_tokens_in_mixed_step_match_decode_bits(
     ops: HopperOps, head_dim: int, cache_dtype: torch.dtype | None
 ) -> None:
-    """A step with prompts and single tokens, with one or more splits."""
+    """Run a step with prompts and single tokens, with one or more KV splits."""
     paged = Paged([300, 4001, 1, 329, 700, 2], head_dim=head_dim, cache_dtype=cache_dtype)
     new = [300, 1, 1, 129, 1, 1]
     spec = AttentionSpec(head_dim**-0.5, k_scale=0.5, v_scale=0.3)

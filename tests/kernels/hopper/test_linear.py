@@ -108,7 +108,7 @@ def test_graph_can_be_replayed_with_any_adapter_mix(fused: Fused, rows: int) -> 
 
 @pytest.mark.parametrize(("rows", "adapters"), [(64, 64), (64, 1), (64, 8), (37, 5), (16, 16), (1, 1), (128, 64)])
 def test_graph_replays_match_single_launches(fused: Fused, rows: int, adapters: int) -> None:
-    """A chain of linear layers, whose launches overlap and could race."""
+    """Replay a chain of linear layers, whose launches overlap and could race."""
     size, layers = 2048, 12
     worlds = [LinearCase(size, (size,), [Adapter([16])] * adapters, seed=seed) for seed in range(layers)]
     linear, indices = fused[torch.bfloat16], spread_adapters(rows, adapters)

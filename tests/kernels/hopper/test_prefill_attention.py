@@ -182,7 +182,7 @@ def test_lengths_are_read_from_device_without_host_lengths(prefill: PrefillAtten
 @pytest.mark.parametrize("window", [None, 130, 700])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_prefill_bits_are_independent_of_chunks(prefill: PrefillAttention, head_dim: int, window: int | None) -> None:
-    """A whole prompt and chunks with any boundaries give equal bits."""
+    """Prefilling a prompt at once or in chunks with any boundaries gives equal bits."""
     total, spec = 1500, AttentionSpec(head_dim**-0.5, window)
     whole = attend(prefill, make_prompts([(total, 0)], head_dim=head_dim), spec)
     for cached in (1, 17, 128, 640, 1000, 1377, total - 2):

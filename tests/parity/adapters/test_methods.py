@@ -77,7 +77,7 @@ def load_kasa(group: ProcessGroup, folder: Path) -> str:
 
 
 def test_kasa_on_replicated_heads_is_rejected(tmp_path: Path, ranks: RankPool) -> None:
-    """Two key heads on four ranks are replicated, so products of their rows would count twice."""
+    """With two key heads on four ranks, heads are replicated and products of their rows would count twice."""
     CASES["kasa"].write(tmp_path)
     for refusal in ranks.run(4, load_kasa, tmp_path):
         assert (
