@@ -1,7 +1,6 @@
 """Native products with quantized weights: exact integer sums of quantized activations, with mixed adapters."""
 
 import ctypes
-import sysconfig
 from pathlib import Path
 
 import pytest
@@ -55,7 +54,7 @@ def find_variants() -> dict[str, CpuOps]:
     found, best = {}, CpuOps()._library.name
     names = next((sets for sets in INSTRUCTION_SETS.values() if sets[0] == best), (best,))
     for name in names:
-        path = PACKAGE_DIR / f"_{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
+        path = PACKAGE_DIR / f"_{name}.so"
         for has_dot in (False, True):
             try:
                 found[f"{name}{'-dot' if has_dot else ''}"] = CpuOps(OneLibrary(name, path, has_dot))
