@@ -208,7 +208,7 @@ def test_non_lora_adapters_match_peft(tmp_path: Path) -> None:
 
 
 def test_preemption_does_not_change_tokens(device: torch.device, tmp_path: Path) -> None:
-    """Other tenants arrive while one tenant uses all slots. Requests are greedy or sampled, with and without adapters."""
+    """Other tenants arrive while one tenant uses all slots. Covers greedy, sampled and adapter requests."""
     models = make_models("llama-gqa", tmp_path, device)
     drawn = SamplingParams(do_sample=True, temperature=0.9, seed=7, repetition_penalty=1.1)
     prompts = make_prompts()
