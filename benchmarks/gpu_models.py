@@ -65,11 +65,11 @@ def make_tensors(config: Any, shapes: Shapes) -> Iterator[tuple[str, Stored]]:
     pool, choice = Pool(max(torch.Size(shape).numel() for shape in shapes.values())), random.Random(0)
     for name, shape in shapes.items():
         if name == "model.norm.weight" and config.tie_word_embeddings:
-            yield name, Stored.of(torch.randn(shape, generator=torch.Generator().manual_seed(0)) - 1)
+            yield name, Stored.from_tensor(torch.randn(shape, generator=torch.Generator().manual_seed(0)) - 1)
         elif len(shape) > 1 or config.model_type.startswith("gemma"):
             yield name, pool.take(choice, shape)
         else:
-            yield name, Stored.of(torch.ones(shape))
+            yield name, Stored.from_tensor(torch.ones(shape))
 
 
 def make_files(folder: Path, config: Any) -> None:

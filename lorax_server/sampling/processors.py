@@ -47,8 +47,8 @@ def keep_top_p(scores: torch.Tensor, one_minus_p: torch.Tensor) -> torch.Tensor:
     last_kept = best.gather(-1, count - 1)
     is_better, is_equal = scores > last_kept, scores == last_kept
     num_equal = count - is_better.sum(-1, keepdim=True)
-    from_the_end = is_equal.flip(-1).cumsum(-1, dtype=torch.int32).flip(-1)
-    return scores.masked_fill_(~(is_better | (is_equal & (from_the_end <= num_equal))), NEG_INF)
+    rank_from_end = is_equal.flip(-1).cumsum(-1, dtype=torch.int32).flip(-1)
+    return scores.masked_fill_(~(is_better | (is_equal & (rank_from_end <= num_equal))), NEG_INF)
 
 
 def _sort_until(scores: torch.Tensor, weights: torch.Tensor, mass: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

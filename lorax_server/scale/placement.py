@@ -86,7 +86,7 @@ class AdapterShares:
             self._counts = {adapter: count / 2 for adapter, count in self._counts.items() if count > 1}
             self._total = sum(self._counts.values())
 
-    def of(self, adapter: int) -> float:
+    def share_of(self, adapter: int) -> float:
         return self._counts.get(adapter, 0.0) / self._total if self._total > 1 / POPULAR_LOAD_SHARE else 0.0
 
 
@@ -138,23 +138,23 @@ class ReplicaChooser:
 
     def _replicas_filled(self, adapter: int) -> float:
         """Return how many replicas the requests for an adapter would fill, if load is spread evenly."""
-        return self._shares.of(adapter) * len(self.views)
+        return self._shares.share_of(adapter) * len(self.views)
 
     def _choose_by_adapter(self, key: RoutingKey, candidates: list[ReplicaView], mean: float) -> ReplicaView:
         adapter = key.adapter
-        holders = [view for view in candidates if adapter in view.device]
+        loaded = [view for view in candidates if adapter in view.device]
         bound = mean * POPULAR_LOAD_RATIO + POPULAR_EXTRA_REQUESTS
         if self.is_popular(adapter):
-            if all(view.load > POPULAR_EXTRA_REQUESTS for view in holders):
+            if all(view.load > POPULAR_EXTRA_REQUESTS for view in loaded):
                 copies = _rank(candidates, adapter)[
                     : math.ceil(self._replicas_filled(adapter) * COPIES_PER_FILLED_REPLICA)
                 ]
-                holders += [view for view in copies if view not in holders and adapter not in view.report.broken]
-            holders, holder_bound = _sort_by_load(holders, key.prefix), bound
+                loaded += [view for view in copies if view not in loaded and adapter not in view.report.broken]
+            loaded, max_load = _sort_by_load(loaded, key.prefix), bound
         else:
-            holders, holder_bound = _rank(holders, adapter), mean * UNPOPULAR_LOAD_RATIO + UNPOPULAR_EXTRA_REQUESTS
-        for view in holders:
-            if view.load <= holder_bound:
+            loaded, max_load = _rank(loaded, adapter), mean * UNPOPULAR_LOAD_RATIO + UNPOPULAR_EXTRA_REQUESTS
+        for view in loaded:
+            if view.load <= max_load:
                 return view
         ranked = _rank(candidates, adapter)
         able = [view for view in ranked if adapter not in view.report.broken] or ranked

@@ -128,7 +128,7 @@ def run_sampling(model: PagedCausalLM, rows: int, max_length: int, masks: TokenM
     """Sample with the most memory-intensive parameters and with masks, and compute prompt log probabilities."""
     device, head = model.device, model.lm_head
     logits = head.linear.plain.new_zeros(rows, head.vocab_size)
-    sampling = SequenceSampling.of(MAX_MEMORY_SAMPLING, StopParams())
+    sampling = SequenceSampling.from_params(MAX_MEMORY_SAMPLING, StopParams())
     lengths = torch.ones(rows, dtype=torch.int64, device=device)
     history = History(lengths, lengths, torch.zeros(rows, max_length, dtype=torch.int64, device=device))
     Sampler([sampling] * rows, head.vocab_size, device, model.ops)(logits, history, masks)

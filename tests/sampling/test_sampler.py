@@ -45,7 +45,9 @@ class Row(NamedTuple):
 
     @property
     def sequence_sampling(self) -> SequenceSampling:
-        return SequenceSampling(self.params) if self.stop is None else SequenceSampling.of(self.params, self.stop)
+        return (
+            SequenceSampling(self.params) if self.stop is None else SequenceSampling.from_params(self.params, self.stop)
+        )
 
 
 def choose(rows: Sequence[Row], device: torch.device, garbage: int = 0, extra: int = 0) -> Sampled:

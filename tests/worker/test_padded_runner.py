@@ -196,7 +196,7 @@ def check(oracle: Any, sequence: Running) -> None:
     ids, num_prompt, num_new = sequence.all_ids, len(sequence.prompt), len(sequence.logprobs)
     logits = oracle(torch.tensor([ids], device=oracle.device)).logits[0].cpu()
     lengths = torch.arange(len(ids) - num_new, len(ids))
-    sampler = Sampler([SequenceSampling.of(sequence.sampling, sequence.stop)] * num_new, logits.shape[-1])
+    sampler = Sampler([SequenceSampling.from_params(sequence.sampling, sequence.stop)] * num_new, logits.shape[-1])
     history = History(lengths, torch.full_like(lengths, num_prompt), torch.tensor([ids]).expand(num_new, -1))
     expected = sampler(logits[lengths - 1], history)
     assert ids[len(ids) - num_new :] == expected.token_ids.tolist()

@@ -133,7 +133,7 @@ class ResolutionCache:
         since, adapter = resolution.failing_since, resolution.adapter
         if since is None or self._clock() >= since + INCOMPLETE_WRITE_S or not adapter.is_overwritten():
             return None
-        return replace(adapter, resolved=adapter.resolved._replace(stale=Failure.of(error)))
+        return replace(adapter, resolved=adapter.resolved._replace(stale=Failure.from_error(error)))
 
 
 def is_incomplete_write(key: RefKey, resolution: Resolution | None, error: LoraxError) -> bool:

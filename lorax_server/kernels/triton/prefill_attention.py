@@ -187,7 +187,7 @@ def _launch(
     compute = dot_dtype(q, cache[0])
     _prefill_kernel[(q.shape[1] // packed, len(tiles))](
         *(q, *cache, tables, tiles, out, spec.window_or_max, q.stride(0), q.stride(1), tables.stride(0)),
-        *ScoreScales.of(cache[0], spec),
+        *ScoreScales.from_spec(cache[0], spec),
         q if spec.slopes is None else spec.slopes,
         # Tensor cores sum in a fixed order. In float32, the compiler could choose another order without masks.
         HAS_UNMASKED=compute != tl.float32 or q.is_cpu,
