@@ -66,7 +66,7 @@ class HubServer(Server):
     def describe(self, request: Request, name: str, revision: str) -> Reply:
         repo, files = self.repos.get(name), self.files_of(name, revision)
         if repo is None or files is None or not may_see(request, repo):
-            return refusal(repo, files)
+            return error_reply(repo, files)
         info: dict[str, Any]
         info = {"id": name, "sha": commit_of(files), "siblings": [describe(*item) for item in files.items()]}
         if repo.model_type:
@@ -76,7 +76,7 @@ class HubServer(Server):
     def send_file(self, request: Request, name: str, revision: str, file: str) -> Reply:
         repo, files = self.repos.get(name), self.files_of(name, revision)
         if repo is None or files is None or not may_read(request, repo):
-            return refusal(repo, files)
+            return error_reply(repo, files)
         headers = {"X-Repo-Commit": commit_of(files)}
         if file not in files:
             return Reply(404, headers | {"X-Error-Code": "EntryNotFound"})
@@ -109,7 +109,7 @@ def may_see(request: Request, repo: Repo) -> bool:
     return repo.gated or may_read(request, repo)
 
 
-def refusal(repo: Repo | None, files: dict[str, bytes] | None) -> Reply:
+def error_reply(repo: Repo | None, files: dict[str, bytes] | None) -> Reply:
     if repo is None:
         return Reply(404, {"X-Error-Code": "RepoNotFound"})
     if files is None:
