@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lorax_server.errors import ContextLengthError, InputError, LoraxError, OverloadedError
+from lorax_server.errors import ContextLengthError, InputError, LoraxError, NotSupportedError, OverloadedError
 from lorax_server.plan import Capabilities
 from lorax_server.types import Request, SchedulerCounters
 
@@ -30,11 +30,13 @@ class Limits(Capabilities):
         assert self.can_chunk or self.max_step_tokens >= least, "max_step_tokens is too small for one prompt"
 
 
-def check_request(request: Request, max_length: int) -> None:
-    """Raise if the prompt is empty or the request exceeds the maximum length."""
+def check_request(request: Request, max_length: int, task: str = "generate") -> None:
+    """Raise if the prompt is empty or the request exceeds the maximum length, or cannot be run with this task."""
     num_prompt, num_new = len(request.prompt_ids), request.stop.max_new_tokens
     if not num_prompt:
         raise InputError("`inputs` cannot be empty")
+    if task != "generate" and num_new > 1:
+        raise NotSupportedError(f"text generation is not supported: the model is served with task = {task}")
     if num_prompt + num_new > max_length:
         raise ContextLengthError(
             f"`inputs` tokens + `max_new_tokens` must be <= {max_length}. Given: {num_prompt} `inputs` "
