@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import transformers as t
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from lorax_server.build import build_engine
 from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
@@ -39,10 +40,21 @@ ENCODERS: dict[str, tuple[str, Any]] = {
         ),
     ),
     "mpnet": ("MPNet", lambda **more: t.MPNetConfig(**SIZES, **more)),
-    "nomic_bert": ("NomicBert", lambda **more: t.NomicBertConfig(**SIZES, **more)),
     "roberta": ("Roberta", lambda **more: t.RobertaConfig(**SIZES | {"pad_token_id": 1}, **more)),
     "xlm-roberta": ("XLMRoberta", lambda **more: t.XLMRobertaConfig(**SIZES | {"pad_token_id": 1}, **more)),
 }
+WORDS = (
+    *("the", "a", "cat", "dog", "sat", "on", "mat", "paris", "john", "smith", "lives"),
+    *("in", "likes", "no", "yes", "query", "document", "what", "is", "it", "and"),
+)
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+TOKENS = [
+    *("[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]"),
+    *WORDS,
+    *(letter for letter in LETTERS if letter not in WORDS),
+    *(f"##{letter}" for letter in LETTERS),
+    *(".", ",", "!"),
+]
 KV = {"num_key_value_heads": 2}
 DECODERS: dict[str, tuple[str, Any]] = {
     "gemma2": ("Gemma2", lambda **more: t.Gemma2Config(**SIZES, **KV, head_dim=8, sliding_window=4, **more)),
@@ -67,6 +79,23 @@ def make_model(name: str, head: str, folder: Path | None = None, **more: Any) ->
     if folder is not None:
         model.save_pretrained(folder)
     return model
+
+
+def save_tokenizer(folder: Path, **settings: Any) -> Any:
+    """Save a BERT tokenizer with lower-case words and letters, and return it."""
+    assert len(TOKENS) <= VOCAB
+    backend = Tokenizer(models.WordPiece({token: i for i, token in enumerate(TOKENS)}, unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer()
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    ids = {"[CLS]": 1, "[SEP]": 2}
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=list(ids.items())
+    )
+    names = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]"}
+    tokenizer = t.PreTrainedTokenizerFast(tokenizer_object=backend, **names, **settings)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
 
 
 def make_sequences(seed: int = 0, lengths: Sequence[int] = LENGTHS) -> list[list[int]]:

@@ -61,6 +61,13 @@ class TokenSpan(NamedTuple):
     stop: int
 
 
+class EncodedText(NamedTuple):
+    """The tokens of a text or of a pair of texts."""
+
+    ids: list[int]
+    second_start: int = 0  # first token of the second text, if the model distinguishes the texts; else 0
+
+
 class TextTokenizer:
     """A model or adapter tokenizer. Thread-safe."""
 
@@ -81,6 +88,51 @@ class TextTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._encode(self._backend.encode_batch_fast, text, add_special_tokens).ids
+
+    def encode_texts(self, texts: Sequence[str | tuple[str, str]], max_tokens: int | None = None) -> list[EncodedText]:
+        """Return the tokens of texts or pairs of texts, with special tokens.
+
+        With `max_tokens`, keep the beginning of longer texts. In a pair, the longer text is shortened first.
+        """
+        encodings = self._encode_batch(texts)
+        if max_tokens is not None:
+            encodings = [
+                encoding if len(encoding.ids) <= max_tokens else self._truncate(text, max_tokens)
+                for text, encoding in zip(texts, encodings, strict=True)
+            ]
+        return [
+            EncodedText(encoding.ids, 0 if isinstance(text, str) else _find_second_text(encoding.type_ids))
+            for text, encoding in zip(texts, encodings, strict=True)
+        ]
+
+    def _truncate(self, text: str | tuple[str, str], max_tokens: int) -> Encoding:
+        parts = self._encode_batch([text] if isinstance(text, str) else list(text), add_special_tokens=False)
+        budget = max(0, max_tokens - self._backend.num_special_tokens_to_add(len(parts) > 1))
+        sizes = [len(part.ids) for part in parts]
+        if len(parts) > 1:
+            short, long = sorted(sizes)
+            short = min(short, budget // 2)
+            sizes = [short, budget - short] if sizes[0] <= sizes[1] else [budget - short, short]
+        else:
+            sizes = [budget]
+        for part, size in zip(parts, sizes, strict=True):
+            part.truncate(size)
+        return self._backend.post_process(*parts)
+
+    def locate_tokens(self, text: str) -> tuple[list[tuple[int, int]], list[bool]]:
+        """Return the character range of each token, and whether it is a special token."""
+        (encoding,) = self._encode_batch([text], with_offsets=True)
+        return encoding.offsets, [bool(flag) for flag in encoding.special_tokens_mask]
+
+    def _encode_batch(
+        self, texts: Sequence[Any], add_special_tokens: bool = True, with_offsets: bool = False
+    ) -> list[Encoding]:
+        encode = self._backend.encode_batch if with_offsets else self._backend.encode_batch_fast
+        try:
+            return encode(list(texts), add_special_tokens=add_special_tokens)
+        except BaseException as error:  # Rust panics are not subclasses of Exception
+            _reraise_critical(error)
+            raise InputError(f"the text cannot be tokenized: {error}") from error
 
     def pieces(self, text: str, add_special_tokens: bool = True) -> list[TokenSpan]:
         encoding = self._encode(self._backend.encode_batch, text, add_special_tokens)
@@ -156,6 +208,10 @@ class TextTokenizer:
         eos = self.special_tokens.get("eos_token")
         eos_id = None if eos is None else self._backend.token_to_id(eos)
         return frozenset() if eos_id is None else frozenset([eos_id])
+
+
+def _find_second_text(type_ids: list[int]) -> int:
+    return type_ids.index(1) if 1 in type_ids else 0
 
 
 def load_tokenizer(folder: Path, *, template_config: Path | None = None) -> TextTokenizer:

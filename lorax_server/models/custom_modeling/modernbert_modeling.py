@@ -12,7 +12,6 @@ from lorax_server.layers.activation import get_activation
 from lorax_server.layers.attention import PagedContext
 from lorax_server.layers.norm import LayerNorm, ResidualLayerNorm
 from lorax_server.models.custom_modeling.architecture import Architecture, BiasFlags, ModuleNames
-from lorax_server.models.custom_modeling.common import layer_windows
 from lorax_server.models.custom_modeling.encoder import CLASSIFIER, ClassifierHeads, EncoderAttention, HeadLayer
 from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaLayer, FlashLlamaModel
 from lorax_server.weights import Weights
@@ -60,7 +59,8 @@ class ModernBertModel(FlashLlamaModel):
 class ModernBertEncoder:
     @staticmethod
     def describe(config: Any) -> Architecture:
-        windows = [None if window is None else window + 1 for window in layer_windows(config)]
+        half = config.local_attention // 2 + 1  # tokens on each side, including the query
+        windows = [half if kind == "sliding_attention" else None for kind in config.layer_types]
         return Architecture(
             names=NAMES,
             biases=BiasFlags(bool(config.attention_bias), bool(config.attention_bias), bool(config.mlp_bias)),
