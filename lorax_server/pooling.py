@@ -57,7 +57,7 @@ def find_task(folder: Path, config: Mapping[str, Any], requested: str = "auto") 
     is_encoder = model_type in ENCODERS and not config.get("is_decoder")
     if requested == GENERATE and is_encoder:
         raise ConfigError(f"task = {GENERATE} is not supported: the model is an encoder ({model_type})")
-    if requested != "auto" and requested != GENERATE and not (is_encoder or is_paged(config)):
+    if requested not in {"auto", GENERATE} and not (is_encoder or is_paged(config)):
         raise ConfigError(f"task = {requested} is not supported for the model type {model_type!r}")
     if requested != "auto":
         # A cross-encoder scores with its classification head.

@@ -13,9 +13,9 @@ from lorax_server.types import Pooled
 OUTSIDE_LABEL = "O"
 # Qwen3-Reranker's prompt.
 SCORE_PROMPT = (
-    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided."
-    ' Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: {instruction}\n'
-    "<Query>: {query}\n<Document>: {document}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct"
+    ' provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
 SCORE_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 
@@ -76,7 +76,7 @@ def to_embedding(pooled: Pooled, config: PoolingConfig, dimensions: int | None =
     if count > len(values):
         raise InputError(f"`dimensions` must be at most {len(values)} for this model (got {count})")
     values = values[:count]
-    length = math.sqrt(math.sumprod(values, values)) if hasattr(math, "sumprod") else math.hypot(*values)
+    length = math.hypot(*values)
     return array("f", [value / length for value in values]) if config.normalizes and length else values
 
 
@@ -107,7 +107,7 @@ def to_entities(
     count, size = pooled.shape
     _require_head(range(size))
     values, labels = read_values(pooled), find_labels(size, config)
-    groups: list[tuple[str, list[float], int, int]] = []  # label, scores, start, end
+    groups: list[tuple[str, list[float], list[int]]] = []  # label, scores, character positions
     last = ("", "")
     for index, (start, end) in enumerate(spans[:count]):
         if is_special[index]:
@@ -116,14 +116,20 @@ def to_entities(
         best = max(range(size), key=scores.__getitem__)
         prefix, tag = _split_label(labels[best])
         if groups and tag == last[1] and prefix != "B":
-            label, group_scores, first, _ = groups[-1]
-            groups[-1] = label, [*group_scores, scores[best]], first, end
+            groups[-1][1].append(scores[best])
+            groups[-1][2].append(end)
         else:
-            groups.append((labels[best], [scores[best]], start, end))
+            groups.append((labels[best], [scores[best]], [start, end]))
         last = prefix, tag
     return [
-        Entity(label.split("-", 1)[-1], sum(scores) / len(scores), text[start:end], start, end)
-        for label, scores, start, end in groups
+        Entity(
+            label.split("-", 1)[-1],
+            sum(scores) / len(scores),
+            text[positions[0] : positions[-1]],
+            positions[0],
+            positions[-1],
+        )
+        for label, scores, positions in groups
         if label.split("-", 1)[-1] != OUTSIDE_LABEL
     ]
 

@@ -55,8 +55,6 @@ class PooledModel(nn.Module):
     ) -> None:
         """Load the model. For `score`, `score_ids` are the token IDs of `SCORE_WORDS`."""
         super().__init__()
-        if weights.process_group.size() > 1:
-            raise ConfigError(f"task = {pooling.task} does not support tensor parallelism; set num_shard to 1")
         self.config, self.ops, self.device, self.dtype = config, weights.ops, weights.device, weights.dtype
         self.pooling = pooling
         is_decoder = issubclass(model_class, FlashLlamaForCausalLM)

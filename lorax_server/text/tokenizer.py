@@ -7,7 +7,7 @@ tokenizer, and other vocabulary formats, are converted by transformers in the sa
 import copy
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,7 +87,7 @@ class TextTokenizer:
     # The backend's batch functions release the GIL, even for one text. `encode` and `decode` do not.
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self._encode(self._backend.encode_batch_fast, text, add_special_tokens).ids
+        return self._encode_batch([text], add_special_tokens)[0].ids
 
     def encode_texts(self, texts: Sequence[str | tuple[str, str]], max_tokens: int | None = None) -> list[EncodedText]:
         """Return the tokens of texts or pairs of texts, with special tokens.
@@ -110,8 +110,7 @@ class TextTokenizer:
         budget = max(0, max_tokens - self._backend.num_special_tokens_to_add(len(parts) > 1))
         sizes = [len(part.ids) for part in parts]
         if len(parts) > 1:
-            short, long = sorted(sizes)
-            short = min(short, budget // 2)
+            short = min(*sizes, budget // 2)
             sizes = [short, budget - short] if sizes[0] <= sizes[1] else [budget - short, short]
         else:
             sizes = [budget]
@@ -135,7 +134,7 @@ class TextTokenizer:
             raise InputError(f"the text cannot be tokenized: {error}") from error
 
     def pieces(self, text: str, add_special_tokens: bool = True) -> list[TokenSpan]:
-        encoding = self._encode(self._backend.encode_batch, text, add_special_tokens)
+        (encoding,) = self._encode_batch([text], add_special_tokens, with_offsets=True)
         ids = encoding.ids  # unlike `tokens` and `offsets`, which hold the GIL for 0.3 s with a million tokens
         name_of = {token_id: self._backend.id_to_token(token_id) or "" for token_id in set(ids)}
         spans = [encoding.token_to_chars(position) or (0, 0) for position in range(len(ids))]  # None: not in the text
@@ -196,13 +195,6 @@ class TextTokenizer:
 
     def token_to_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
-
-    def _encode(self, encode_batch: Callable[..., list[Encoding]], text: str, add_special_tokens: bool) -> Encoding:
-        try:
-            return encode_batch([text], add_special_tokens=add_special_tokens)[0]
-        except BaseException as error:  # Rust panics are not subclasses of Exception
-            _reraise_critical(error)
-            raise InputError(f"the text cannot be tokenized: {error}") from error
 
     def _find_eos_ids(self) -> frozenset[int]:
         eos = self.special_tokens.get("eos_token")

@@ -73,7 +73,7 @@ class PooledRunner:
         done: torch.cuda.Event = torch.cuda.current_stream(device).record_event()
         return ticket._replace(results=host, done=done)
 
-    def mask(self, ticket: PooledTicket, masks: StepMasks) -> PooledTicket:
+    def mask(self, ticket: PooledTicket, masks: StepMasks) -> PooledTicket:  # noqa: ARG002
         raise AssertionError("pooled steps have no token masks")
 
     def collect(self, ticket: PooledTicket) -> StepResult:
@@ -118,9 +118,7 @@ def build_pooled_runner(
     config: EngineConfig, pooling: PoolingConfig
 ) -> tuple[Capabilities, PooledRunner, PooledModel, AdapterMemory | None, torch.cuda.Stream | None]:
     """Load a model for pooling. Return its capabilities and runner, the model, adapter memory and step stream."""
-    model = get_pooled_model(
-        config.model, pooling, lambda word: load_tokenizer(config.model.path).token_to_id(word)
-    )
+    model = get_pooled_model(config.model, pooling, lambda word: load_tokenizer(config.model.path).token_to_id(word))
     device, targets = model.device, collect_adapter_targets(model)
     is_gpu = not is_host(device)
     num_units = adapter_bytes(config, device) // UNIT_BYTES

@@ -223,8 +223,6 @@ def build_worker(config: EngineConfig, group: ProcessGroup | None = None, phases
 
 def _build_pooled(config: EngineConfig, pooling: PoolingConfig) -> Worker:
     """Return a worker for a model that does not generate text."""
-    if config.tensor_parallel > 1:
-        raise ConfigError(f"task = {pooling.task} does not support tensor parallelism; set num_shard to 1")
     capabilities, runner, model, memory, stream = build_pooled_runner(config, pooling)
     preparer = None
     if memory is not None:
