@@ -81,7 +81,8 @@ def run_engine(logs: LogFormat | None, config: EngineConfig, address: str) -> No
         tune_gc()
         sizes = engine.capabilities
         logger.info("weights: %s, %.0f MB", sizes.weight_format or sizes.dtype, sizes.weight_bytes / 1e6)
-        logger.info("one sequence decodes %.3g tokens/s" if generates else "no text generation (%g)", rate)
+        if generates:
+            logger.info("one sequence decodes %.3g tokens/s", rate)
         info = EngineInfo(
             max_length=sizes.max_length,
             vocab_size=sizes.vocab_size,

@@ -1,5 +1,6 @@
 """Tiny random models for embeddings and classification, and an engine that runs token sequences through them."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,6 +97,25 @@ def save_tokenizer(folder: Path, **settings: Any) -> Any:
     tokenizer = t.PreTrainedTokenizerFast(tokenizer_object=backend, **names, **settings)
     tokenizer.save_pretrained(folder)
     return tokenizer
+
+
+def save_transformer_folder(
+    folder: Path, mode: str = "mean", *, prompts: dict[str, str] | None = None, normalize: bool = False
+) -> None:
+    """Add the files of sentence-transformers to a model folder."""
+    modules = [("Transformer", ""), ("Pooling", "1_Pooling"), *[("Normalize", "2_Normalize")] * normalize]
+    described = [
+        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for index, (kind, path) in enumerate(modules)
+    ]
+    flags = {"cls": "cls_token", "mean": "mean_tokens", "max": "max_tokens", "lasttoken": "lasttoken"}
+    pooling = {"word_embedding_dimension": SIZES["hidden_size"]}
+    (folder / "1_Pooling").mkdir(parents=True)
+    (folder / "modules.json").write_text(json.dumps(described))
+    config = pooling | {f"pooling_mode_{flag}": name == mode for name, flag in flags.items()}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(config))
+    (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": prompts or {}}))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 64, "do_lower_case": False}))
 
 
 def make_sequences(seed: int = 0, lengths: Sequence[int] = LENGTHS) -> list[list[int]]:

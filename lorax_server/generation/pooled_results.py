@@ -15,7 +15,8 @@ OUTSIDE_LABEL = "O"
 SCORE_PROMPT = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct"
     ' provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
-    "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}<|im_end|>\n"
+    "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
 SCORE_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 
@@ -61,13 +62,13 @@ def prepare_pair(query: str, document: str, config: PoolingConfig, instruction: 
 # --- Results ----------------------------------------------------------------------------------------------------------
 
 
-def read_values(pooled: Pooled) -> array[float]:
+def read_values(pooled: Pooled) -> "array[float]":
     values = array("f")
     values.frombytes(pooled.data)
     return values
 
 
-def to_embedding(pooled: Pooled, config: PoolingConfig, dimensions: int | None = None) -> array[float]:
+def to_embedding(pooled: Pooled, config: PoolingConfig, dimensions: int | None = None) -> "array[float]":
     """Return an embedding, truncated to `dimensions` (Matryoshka embeddings). Normalized embeddings stay normalized."""
     values = read_values(pooled)
     count = dimensions or config.dimensions
@@ -80,7 +81,7 @@ def to_embedding(pooled: Pooled, config: PoolingConfig, dimensions: int | None =
     return array("f", [value / length for value in values]) if config.normalizes and length else values
 
 
-def to_base64(values: array[float]) -> str:
+def to_base64(values: "array[float]") -> str:
     return base64.b64encode(values.tobytes()).decode()
 
 

@@ -19,6 +19,7 @@ from lorax_server.server.request_context import RequestContext
 from lorax_server.server.routes import lorax, openai
 from lorax_server.server.schemas.lorax import OpenSchema
 from lorax_server.server.schemas.pooling import (
+    MAX_INPUTS,
     Classes,
     ClassifyBatchRequest,
     ClassifyRequest,
@@ -208,12 +209,14 @@ async def _score_pairs(
     """Return a score per pair: the model's judgment, or the cosine similarity of the embeddings."""
     model, config = await _select(context, body), context.pooling
     if config.can_score:
+        _check_count(pairs)
         for text in {text for pair in pairs for text in pair}:
             check_no_surrogates(text)
         prepare = partial(results.prepare_pair, config=config, instruction=instruction)
         texts = [prepare(*pair) for pair in pairs]
         pooled = await context.pool(model, await _encode(context, model, texts, body.truncate))
         return [results.to_score(each, config) for each in pooled]
+    _check_count(pairs)
     distinct = list(dict.fromkeys(text for pair in pairs for text in pair))
     pooled = await context.pool(model, await _encode_texts(context, model, distinct, body.truncate))
     vectors = dict(zip(distinct, (results.to_embedding(each, config) for each in pooled), strict=True))
@@ -252,7 +255,7 @@ async def _encode_prompts(
     prompt_name: str | None = None,
 ) -> list[EncodedText]:
     """Return the tokens of texts, or token lists as they are."""
-    check(bool(prompts), "`inputs` cannot be empty")
+    _check_count(prompts)
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if texts:
         return await _encode_texts(context, model, texts, truncate, prompt_name)
@@ -271,12 +274,17 @@ async def _encode_texts(
     truncate: bool | None,
     prompt_name: str | None = None,
 ) -> list[EncodedText]:
-    check(bool(texts), "`inputs` cannot be empty")
+    _check_count(texts)
     for text in texts:
         check(bool(text), "`inputs` cannot be empty")
         check_no_surrogates(text)
     prepared = [results.prepare_text(text, context.pooling, prompt_name) for text in texts]
     return await _encode(context, model, prepared, truncate)
+
+
+def _check_count(inputs: Sequence[object]) -> None:
+    check(0 < len(inputs), "`inputs` cannot be empty")
+    check(len(inputs) <= MAX_INPUTS, f"`inputs` must have at most {MAX_INPUTS} items. Given: {len(inputs)}")
 
 
 async def _encode(
@@ -286,6 +294,7 @@ async def _encode(
     truncate: bool | None,
 ) -> list[EncodedText]:
     service, limit = context.service, context.service.max_input_length
+    _check_count(texts)
     sizes = [len(text) if isinstance(text, str) else sum(map(len, text)) for text in texts]
     work = partial(model.tokenizer.encode_texts, texts, limit if truncate else None)
     return await service.tokenizers.run(model.tokenizer, sum(sizes), work)

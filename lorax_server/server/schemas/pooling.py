@@ -7,7 +7,7 @@ from pydantic import Field
 from lorax_server.server.schemas.lorax import FailFastList, MergedAdapters, OpenSchema, Schema, TokenIds
 
 MAX_INPUTS = 2048
-Texts = Annotated[FailFastList[str], Field(max_length=MAX_INPUTS, json_schema_extra={"minItems": 1})]
+Texts = Annotated[FailFastList[str], Field(json_schema_extra={"minItems": 1, "maxItems": MAX_INPUTS})]
 Truncate = Annotated[bool | None, Field(description="Keep the beginning of texts that are too long; default: reject")]
 
 
@@ -51,12 +51,8 @@ class PooledRequest(PoolingParameters):
     parameters: PoolingParameters | None = Field(default=None, description="The adapter, as in LoRAX")
 
 
-TextsOrTokens = (
-    str
-    | Annotated[FailFastList[str], Field(max_length=MAX_INPUTS, json_schema_extra={"minItems": 1})]
-    | TokenIds
-    | Annotated[FailFastList[TokenIds], Field(max_length=MAX_INPUTS)]
-)
+# The route checks the number of inputs, because pydantic would name another type in the union.
+TextsOrTokens = str | FailFastList[str] | TokenIds | FailFastList[TokenIds]
 
 
 class EmbeddingRequest(PooledRequest):
@@ -76,7 +72,7 @@ class Document(OpenSchema):
 
 class RerankRequest(PooledRequest):
     query: str
-    documents: Annotated[FailFastList[str | Document], Field(max_length=MAX_INPUTS, json_schema_extra={"minItems": 1})]
+    documents: Annotated[FailFastList[str | Document], Field(json_schema_extra={"minItems": 1, "maxItems": MAX_INPUTS})]
     top_n: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     return_documents: bool | None = Field(default=None, description="Default: true")
     instruction: str | None = Field(default=None, description="The task, for models that judge with an instruction")
