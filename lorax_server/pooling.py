@@ -8,7 +8,7 @@ from typing import Any
 
 from lorax_server.config import ModelConfig
 from lorax_server.errors import ConfigError
-from lorax_server.files.names import MODEL_CONFIG_FILE
+from lorax_server.files.names import MODEL_CONFIG_FILE, TOKENIZER_CONFIG_FILE
 from lorax_server.model_types import ENCODERS, is_paged
 
 GENERATE, EMBED, CLASSIFY, TOKEN_CLASSIFY, SCORE = "generate", "embed", "classify", "token-classify", "score"
@@ -43,7 +43,7 @@ class PoolingConfig:
     labels: tuple[str, ...] = ()  # of the base model's classification head
     activation: str = ""  # softmax, sigmoid or none; empty: depends on the number of labels
     score_activation: str = "sigmoid"  # sigmoid or none, for cross-encoders
-    is_reranker: bool = False  # the head has one output, a relevance score
+    has_token_types: bool = False  # the tokens of the second text in a pair have type 1
 
     @property
     def can_score(self) -> bool:
@@ -95,6 +95,7 @@ def read_pooling(settings: ModelConfig) -> PoolingConfig | None:
         labels=() if task == SCORE else names,
         activation=function.get(str(config.get("problem_type")), ""),
         score_activation=_find_score_activation(config),
+        has_token_types=_has_token_types(settings.path, config),
         max_tokens=_read_optional(settings.path / "sentence_bert_config.json").get("max_seq_length"),
     )
 
@@ -175,6 +176,14 @@ def _find_score_activation(config: Mapping[str, Any]) -> str:
     if name not in ("Sigmoid", "Identity"):
         raise ConfigError(f"config field activation_fn = {name[:100]!r} is not supported; use Sigmoid or Identity")
     return "sigmoid" if name == "Sigmoid" else "none"
+
+
+def _has_token_types(folder: Path, config: Mapping[str, Any]) -> bool:
+    """Return True if transformers' tokenizer for this model returns `token_type_ids`."""
+    tokenizer = _read_optional(folder / TOKENIZER_CONFIG_FILE)
+    names, kind = tokenizer.get("model_input_names"), str(tokenizer.get("tokenizer_class") or "")
+    is_listed = "token_type_ids" in names if isinstance(names, list) else kind.startswith("BertTokenizer")
+    return is_listed and config.get("type_vocab_size", 2) > 1
 
 
 def _is_label_map(labels: object) -> bool:

@@ -94,6 +94,7 @@ def save_tokenizer(folder: Path, **settings: Any) -> Any:
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=list(ids.items())
     )
     names = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]"}
+    settings.setdefault("model_input_names", ["input_ids", "token_type_ids", "attention_mask"])
     tokenizer = t.PreTrainedTokenizerFast(tokenizer_object=backend, **names, **settings)
     tokenizer.save_pretrained(folder)
     return tokenizer

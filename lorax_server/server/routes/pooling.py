@@ -37,12 +37,12 @@ from lorax_server.server.schemas.pooling import (
     ScoreRequest,
     ScoreResponse,
 )
+from lorax_server.server.schemas.unsupported_fields import POOLING
 from lorax_server.server.service import Service
 from lorax_server.text.prompt import Prompt, list_prompts
 from lorax_server.text.tokenizer import EncodedText
 
 CLASSES, PAIRS = (CLASSIFY, TOKEN_CLASSIFY), (EMBED, CLASSIFY, SCORE)
-ROUTE = "pooling"
 
 
 def make_router(service: Service) -> APIRouter:
@@ -131,7 +131,7 @@ async def _select_lorax(
 ) -> ResolvedModel:
     selection = lorax.choose_adapter(parameters or PoolingParameters(), context.service.model_names)
     context.record_model(selection)
-    context.check_unknown_fields(ROUTE, body)
+    context.check_unknown_fields(POOLING, body)
     await context.admit(1, False)
     return await context.resolve(selection)
 
@@ -228,7 +228,7 @@ async def _select(context: RequestContext, body: PooledRequest) -> ResolvedModel
         given = {name: getattr(body.parameters, name) for name in PoolingParameters.model_fields}
         body = body.model_copy(update={name: value for name, value in given.items() if value is not None})
     openai.record_model(context, body)
-    context.check_unknown_fields(ROUTE, body)
+    context.check_unknown_fields(POOLING, body)
     await context.admit(1, False)
     return await openai.resolve(context, body)
 
@@ -283,7 +283,7 @@ async def _encode_texts(
 
 
 def _check_count(inputs: Sequence[object]) -> None:
-    check(0 < len(inputs), "`inputs` cannot be empty")
+    check(len(inputs) > 0, "`inputs` cannot be empty")
     check(len(inputs) <= MAX_INPUTS, f"`inputs` must have at most {MAX_INPUTS} items. Given: {len(inputs)}")
 
 
@@ -297,7 +297,8 @@ async def _encode(
     _check_count(texts)
     sizes = [len(text) if isinstance(text, str) else sum(map(len, text)) for text in texts]
     work = partial(model.tokenizer.encode_texts, texts, limit if truncate else None)
-    return await service.tokenizers.run(model.tokenizer, sum(sizes), work)
+    encoded = await service.tokenizers.run(model.tokenizer, sum(sizes), work)
+    return encoded if context.pooling.has_token_types else [EncodedText(each.ids) for each in encoded]
 
 
 async def _locate_entities(
