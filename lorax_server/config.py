@@ -75,9 +75,7 @@ class ModelConfig(Settings):
         "use of the model; auto reads it from the model folder, score asks a decoder to judge documents",
         choices=TASKS,
     )
-    pooling: str | None = setting(
-        None, "pooling for embeddings: cls, mean, max or lasttoken", none="as the model folder says"
-    )
+    pooling: str | None = setting(None, "pooling for embeddings", none="as the model folder says", choices=POOLING)
     embedding_dim: int | None = setting(
         None, "embedding size: selects the model's 2_Dense_N layer if there is one, otherwise truncates embeddings"
     )

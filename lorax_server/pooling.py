@@ -54,6 +54,8 @@ class PoolingConfig:
 def find_task(folder: Path, config: Mapping[str, Any], requested: str = "auto") -> str:
     """Return the task of a model: the requested task, or the task that its files describe."""
     model_type, classes = config.get("model_type"), config.get("architectures") or []
+    if not isinstance(model_type, str):  # loading the model reports the error
+        return GENERATE
     is_encoder = model_type in ENCODERS and not config.get("is_decoder")
     if requested == GENERATE and is_encoder:
         raise ConfigError(f"task = {GENERATE} is not supported: the model is an encoder ({model_type})")
@@ -73,7 +75,10 @@ def find_task(folder: Path, config: Mapping[str, Any], requested: str = "auto") 
 
 def read_pooling(settings: ModelConfig) -> PoolingConfig | None:
     """Return the pooling settings of a model, or None if the model generates text."""
-    config = _read_object(settings.path / MODEL_CONFIG_FILE)
+    try:
+        config = _read_object(settings.path / MODEL_CONFIG_FILE)
+    except ConfigError:  # loading the model reports the error
+        return None
     task = find_task(settings.path, config, settings.task)
     if task == GENERATE:
         for name in ("pooling", "embedding_dim"):
