@@ -13,7 +13,7 @@ from lorax_server.model_types import ENCODERS, is_paged
 
 GENERATE, EMBED, CLASSIFY, TOKEN_CLASSIFY, SCORE = "generate", "embed", "classify", "token-classify", "score"
 MODULES_FILE = "modules.json"  # lists the modules of a sentence-transformers model
-DEFAULT_LABELS = ("LABEL_0", "LABEL_1")  # transformers' default for configs without labels
+DEFAULT_LABELS: tuple[str, ...] = ("LABEL_0", "LABEL_1")  # transformers' default for configs without labels
 # Names of `pooling_mode` in sentence-transformers, and the flags of older versions.
 POOLING_MODES = ("cls", "mean", "max", "lasttoken", "mean_sqrt_len_tokens", "weightedmean")
 POOLING_FLAGS = {
@@ -28,7 +28,7 @@ POOLING_FLAGS = {
 
 @dataclass(frozen=True)
 class PoolingConfig:
-    """How a model without text generation turns hidden states into results."""
+    """Settings that turn hidden states into results, for a model that does not generate text."""
 
     task: str
     modes: tuple[str, ...] = ()  # pooling modes for embeddings, whose results are concatenated
@@ -93,7 +93,9 @@ def read_pooling(settings: ModelConfig) -> PoolingConfig | None:
     if task == EMBED:
         return _read_embedding(settings, config)
     labels = config.get("id2label")
-    names = tuple(str(labels[key]) for key in sorted(labels, key=int)) if _is_label_map(labels) else DEFAULT_LABELS
+    names = DEFAULT_LABELS
+    if isinstance(labels, dict) and set(labels) == {str(index) for index in range(len(labels))}:
+        names = tuple(str(labels[str(index)]) for index in range(len(labels)))
     function = {"regression": "none", "multi_label_classification": "sigmoid", "single_label_classification": ""}
     return PoolingConfig(
         task,
@@ -189,10 +191,6 @@ def _has_token_types(folder: Path, config: Mapping[str, Any]) -> bool:
     names, kind = tokenizer.get("model_input_names"), str(tokenizer.get("tokenizer_class") or "")
     is_listed = "token_type_ids" in names if isinstance(names, list) else kind.startswith("BertTokenizer")
     return is_listed and config.get("type_vocab_size", 2) > 1
-
-
-def _is_label_map(labels: object) -> bool:
-    return isinstance(labels, dict) and {str(key) for key in labels} == {str(index) for index in range(len(labels))}
 
 
 def _has_class(classes: object, suffix: str) -> bool:

@@ -107,8 +107,9 @@ class _Layer(nn.Module):
         # torch's function, because transformers' `ACT2FN` needs seconds to import.
         self.activation: Callable[[torch.Tensor], torch.Tensor] | None = None
         if layer.activation is not None:
-            is_tanh = layer.activation == "tanh"
-            self.activation = torch.tanh if is_tanh else get_activation(layer.activation, "classifier_activation")
+            self.activation = get_activation(layer.activation, "classifier_activation")
+            if layer.activation == "tanh":
+                self.activation = torch.tanh
         self.norm = None
         if layer.norm is not None:
             eps, bias = config.norm_eps, config.norm_bias
@@ -220,7 +221,8 @@ def pool(states: torch.Tensor, mode: str) -> torch.Tensor:
             return states.sum(0) / count**0.5
         case "weightedmean":
             factors = torch.arange(1, count + 1, device=states.device, dtype=states.dtype)
-            return (factors[:, None] * states).sum(0) / factors.sum()
+            weighted: torch.Tensor = (factors[:, None] * states).sum(0) / factors.sum()
+            return weighted
     raise ConfigError(f"pooling mode {mode!r} is not supported")
 
 

@@ -116,7 +116,7 @@ class TextTokenizer:
             sizes = [budget]
         for part, size in zip(parts, sizes, strict=True):
             part.truncate(size)
-        return self._backend.post_process(*parts)
+        return self._backend.post_process(parts[0], parts[1] if len(parts) > 1 else None)
 
     def locate_tokens(self, text: str) -> tuple[list[tuple[int, int]], list[bool]]:
         """Return the character range of each token, and whether it is a special token."""
