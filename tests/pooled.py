@@ -29,16 +29,21 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-DISTILBERT = {"vocab_size": VOCAB, "dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 48, "initializer_range": 0.2}
+DISTILBERT: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "dim": 32,
+    "n_layers": 3,
+    "n_heads": 4,
+    "hidden_dim": 48,
+    "initializer_range": 0.2,
+}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 ENCODERS: dict[str, tuple[str, Any]] = {
     "bert": ("Bert", lambda **more: t.BertConfig(**SIZES, **more)),
     "distilbert": ("DistilBert", lambda **more: t.DistilBertConfig(**DISTILBERT, max_position_embeddings=64, **more)),
     "modernbert": (
         "ModernBert",
-        lambda **more: t.ModernBertConfig(
-            **SIZES, cls_token_id=1, sep_token_id=2, global_attn_every_n_layers=3, local_attention=6, **more
-        ),
+        lambda **more: t.ModernBertConfig(**SIZES, cls_token_id=1, sep_token_id=2, local_attention=6, **more),
     ),
     "mpnet": ("MPNet", lambda **more: t.MPNetConfig(**SIZES, **more)),
     "roberta": ("Roberta", lambda **more: t.RobertaConfig(**SIZES | {"pad_token_id": 1}, **more)),
@@ -56,7 +61,7 @@ TOKENS = [
     *(f"##{letter}" for letter in LETTERS),
     *(".", ",", "!"),
 ]
-KV = {"num_key_value_heads": 2}
+KV: dict[str, Any] = {"num_key_value_heads": 2}
 DECODERS: dict[str, tuple[str, Any]] = {
     "gemma2": ("Gemma2", lambda **more: t.Gemma2Config(**SIZES, **KV, head_dim=8, sliding_window=4, **more)),
     "llama": ("Llama", lambda **more: t.LlamaConfig(**SIZES, **KV, **more)),

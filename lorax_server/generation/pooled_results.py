@@ -6,8 +6,9 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from lorax_server.errors import InputError
+from lorax_server.errors import ContextLengthError, InputError
 from lorax_server.pooling import SCORE, PoolingConfig
+from lorax_server.text.tokenizer import EncodedText, TextTokenizer
 from lorax_server.types import Pooled
 
 OUTSIDE_LABEL = "O"
@@ -57,6 +58,26 @@ def prepare_pair(query: str, document: str, config: PoolingConfig, instruction: 
     values = {"query": query, "document": document, "instruction": instruction or SCORE_INSTRUCTION}
     parts = SCORE_PROMPT.replace("{", "\0{").replace("}", "}\0").split("\0")
     return "".join(values[part[1:-1]] if part.startswith("{") else part for part in parts)
+
+
+def encode_inputs(
+    tokenizer: TextTokenizer, texts: Sequence[Any], config: PoolingConfig, limit: int, truncate: bool
+) -> list[EncodedText]:
+    """Return the tokens of texts or pairs of texts, at most `limit` each. Raise if a text is too long."""
+    if not truncate:  # before tokenizing, which is slow for long texts
+        for text in texts:
+            parts = [text] if isinstance(text, str) else text
+            check_length(sum(map(tokenizer.min_token_count, parts)), limit, "at least ")
+    encoded = tokenizer.encode_texts(texts, limit if truncate else None)
+    check_length(max((len(each.ids) for each in encoded), default=0), limit)
+    return encoded if config.has_token_types else [EncodedText(each.ids) for each in encoded]
+
+
+def check_length(count: int, limit: int, prefix: str = "") -> None:
+    if count > limit:
+        raise ContextLengthError(
+            f"`inputs` must have at most {limit} tokens. Given: {prefix}{count}; set `truncate` to keep the beginning"
+        )
 
 
 # --- Results ----------------------------------------------------------------------------------------------------------

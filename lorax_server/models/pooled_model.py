@@ -1,6 +1,7 @@
 """Models that return a result per sequence instead of text: embeddings, class logits, token logits or scores."""
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -107,9 +108,9 @@ class _Layer(nn.Module):
         # torch's function, because transformers' `ACT2FN` needs seconds to import.
         self.activation: Callable[[torch.Tensor], torch.Tensor] | None = None
         if layer.activation is not None:
-            self.activation = get_activation(layer.activation, "classifier_activation")
-            if layer.activation == "tanh":
-                self.activation = torch.tanh
+            self.activation = torch.tanh
+            if layer.activation != "tanh":
+                self.activation = get_activation(layer.activation, "classifier_activation").function
         self.norm = None
         if layer.norm is not None:
             eps, bias = config.norm_eps, config.norm_bias
@@ -218,11 +219,10 @@ def pool(states: torch.Tensor, mode: str) -> torch.Tensor:
         case "mean":
             return states.mean(0)
         case "mean_sqrt_len_tokens":
-            return states.sum(0) / count**0.5
+            return states.sum(0) / math.sqrt(count)
         case "weightedmean":
             factors = torch.arange(1, count + 1, device=states.device, dtype=states.dtype)
-            weighted: torch.Tensor = (factors[:, None] * states).sum(0) / factors.sum()
-            return weighted
+            return (factors[:, None] * states).sum(0) / factors.sum()
     raise ConfigError(f"pooling mode {mode!r} is not supported")
 
 

@@ -272,10 +272,7 @@ class RequestContext:
 
     async def pool(self, model: ResolvedModel, inputs: Sequence[EncodedText]) -> list[Pooled]:
         """Run all inputs through the model and return their results."""
-        service, record, limit = self.service, self.record, self.service.max_input_length
-        longest = max(len(each.ids) for each in inputs)
-        if longest > limit:
-            raise ContextLengthError(f"`inputs` must have at most {limit} tokens. Given: {longest}; or set `truncate`")
+        service, record = self.service, self.record
         stop, sampling = StopParams(max_new_tokens=1), SamplingParams()
         for each in inputs:
             request = Request(

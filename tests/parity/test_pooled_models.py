@@ -119,7 +119,7 @@ def save_adapter(base: Any, folder: Path, **settings: Any) -> Any:
         for key, parameter in model.named_parameters():
             if "lora_" in key or "modules_to_save" in key:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder)
+    model.save_pretrained(str(folder))
     return model
 
 

@@ -263,6 +263,7 @@ async def _encode_prompts(
     lists = [list(prompt)[:limit] if truncate else list(prompt) for prompt in prompts if not isinstance(prompt, str)]
     for ids in lists:
         check(bool(ids), "`inputs` cannot be empty")
+        results.check_length(len(ids), limit)
         check(0 <= min(ids) <= max(ids) < vocab_size, f"`inputs` has tokens beyond the vocabulary of {vocab_size}")
     return [EncodedText(ids) for ids in lists]
 
@@ -296,9 +297,8 @@ async def _encode(
     service, limit = context.service, context.service.max_input_length
     _check_count(texts)
     sizes = [len(text) if isinstance(text, str) else sum(map(len, text)) for text in texts]
-    work = partial(model.tokenizer.encode_texts, texts, limit if truncate else None)
-    encoded = await service.tokenizers.run(model.tokenizer, sum(sizes), work)
-    return encoded if context.pooling.has_token_types else [EncodedText(each.ids) for each in encoded]
+    work = partial(results.encode_inputs, model.tokenizer, texts, context.pooling, limit, bool(truncate))
+    return await service.tokenizers.run(model.tokenizer, sum(sizes), work)
 
 
 async def _locate_entities(
