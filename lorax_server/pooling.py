@@ -37,7 +37,6 @@ class PoolingConfig:
     dimensions: int | None = None  # embeddings are truncated to this size
     prompts: Mapping[str, str] = field(default_factory=dict)  # text before each input, by prompt name
     default_prompt: str | None = None
-    strips_text: bool = False  # remove white space around inputs, as sentence-transformers does
     lower_case: bool = False
     max_tokens: int | None = None  # maximum tokens per input, if lower than the model's limit
     labels: tuple[str, ...] = ()  # of the base model's classification head
@@ -145,7 +144,6 @@ def _read_embedding(settings: ModelConfig, config: Mapping[str, Any]) -> Pooling
         dimensions=dimensions,
         prompts=prompts,
         default_prompt=texts.get("default_prompt_name"),
-        strips_text=(folder / MODULES_FILE).is_file(),
         lower_case=bool(limits.get("do_lower_case")),
         max_tokens=limits.get("max_seq_length"),
     )

@@ -27,7 +27,9 @@ class Limits(Capabilities):
         assert self.max_prefill_chunk_tokens is None or self.max_prefill_chunk_tokens > 0, self.max_prefill_chunk_tokens
         assert self.max_step_tokens >= self.max_num_seqs > 0, "every running sequence needs one token per step"
         least = self.max_length + self.max_num_seqs
-        assert self.can_chunk or self.max_step_tokens >= least, "max_step_tokens is too small for one prompt"
+        # Sequences that generate no text run for one step, which may be larger if it has only one sequence.
+        is_large_enough = self.can_chunk or self.task != "generate" or self.max_step_tokens >= least
+        assert is_large_enough, "max_step_tokens is too small for one prompt"
 
 
 def check_request(request: Request, max_length: int, task: str = "generate") -> None:

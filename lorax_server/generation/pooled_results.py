@@ -47,7 +47,6 @@ def prepare_text(text: str, config: PoolingConfig, prompt_name: str | None = Non
         names = ", ".join(sorted(config.prompts)) or "none"
         raise InputError(f"`prompt_name` {name[:100]!r} is unknown; this model's prompts: {names}")
     text = text if name is None else config.prompts[name] + text
-    text = text.strip() if config.strips_text else text
     return text.lower() if config.lower_case else text
 
 

@@ -253,8 +253,10 @@ def _load_dense(folder: Path, weights: Weights) -> _Dense:
         raise WeightsError(f"{path}: the file is missing; save the model in safetensors format")
     config = json.loads((folder / MODEL_CONFIG_FILE).read_text()) if (folder / MODEL_CONFIG_FILE).is_file() else {}
     name = str(config.get("activation_function") or "torch.nn.modules.activation.Tanh").rpartition(".")[2]
-    if name not in DENSE_ACTIVATIONS:
-        raise ConfigError(f"{folder / MODEL_CONFIG_FILE}: activation_function {name[:100]!r} is not supported")
+    if name not in DENSE_ACTIVATIONS or config.get("use_residual"):
+        raise ConfigError(
+            f"{folder / MODEL_CONFIG_FILE}: activation_function {name[:100]!r} or use_residual is not supported"
+        )
     tensors = open_tensors(dict.fromkeys(("linear.weight", *(("linear.bias",) * bool(config.get("bias", True)))), path))
     loaded = {key: stored[()].to(weights.device, torch.float32, copy=True) for key, stored in tensors.items()}
     return _Dense(loaded["linear.weight"], loaded.get("linear.bias"), DENSE_ACTIVATIONS[name])

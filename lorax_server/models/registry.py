@@ -3,7 +3,7 @@
 import gc
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -48,8 +48,7 @@ def get_model(
 ) -> PagedCausalLM:
     """Load this rank's shard of a model. By default, there is one rank and the fastest ops for the device are used."""
     config = load_config(settings)
-    model = load_model(settings, config, lambda weights: build_model(config, weights), process_group, ops)
-    return model
+    return load_model(settings, config, lambda weights: build_model(config, weights), process_group, ops)
 
 
 def get_pooled_model(
@@ -100,12 +99,12 @@ def load_model(
 def build_model(config: Any, weights: Weights) -> PagedCausalLM:
     """Build the paged model that a config describes."""
     with torch.no_grad():
-        model: PagedCausalLM = find_model_class(config.model_type)("", config, weights)
+        model: PagedCausalLM = find_model_class(config.model_type, MODELS)("", config, weights)
     return model.eval()
 
 
-def find_model_class(model_type: Any) -> type[Any]:
-    known = MODELS | ENCODERS
+def find_model_class(model_type: Any, known: Mapping[str, str] = MODELS | ENCODERS) -> type[Any]:
+    """Return the model class for a model type. `known` are the names of possible classes."""
     if not isinstance(model_type, str) or model_type not in known:
         similar = find_similar_types(str(model_type))
         raise UnsupportedModelError(

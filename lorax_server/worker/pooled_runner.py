@@ -11,7 +11,6 @@ from lorax_server.adapters.batch import AdapterBatchData, AdapterBatchMetadata
 from lorax_server.adapters.host import UNIT_BYTES
 from lorax_server.adapters.target import TargetKind
 from lorax_server.config import EngineConfig
-from lorax_server.errors import ConfigError
 from lorax_server.kernels.device import is_host, make_stream, to_device
 from lorax_server.layers.attention import SequenceContext
 from lorax_server.layers.targets import collect_adapter_targets
@@ -130,19 +129,13 @@ def build_pooled_runner(
     limits = (config.max_length, pooling.max_tokens, model.max_tokens, find_max_length(model))
     max_tokens = min(limit for limit in limits if limit is not None)
     max_num_seqs = config.max_num_seqs or min(MAX_NUM_SEQS, config.max_step_tokens or MAX_NUM_SEQS)
-    # One more token, because the engine counts a generated token at the end of each sequence.
-    step_tokens = config.max_step_tokens or max(
-        GPU_STEP_TOKENS if is_gpu else CPU_STEP_TOKENS, max_tokens + 1 + max_num_seqs
-    )
-    max_tokens = min(max_tokens, step_tokens - max_num_seqs - 1)
-    if max_tokens < 1:
-        raise ConfigError(f"max_step_tokens = {step_tokens} must be larger than max_num_seqs = {max_num_seqs} + 1")
+    step_tokens = max(config.max_step_tokens or (GPU_STEP_TOKENS if is_gpu else CPU_STEP_TOKENS), max_num_seqs)
     if is_gpu:
         reserve_rotary(model, max_tokens)
     capabilities = Capabilities(
         vocab_size=model.config.vocab_size,
         max_num_seqs=max_num_seqs,
-        max_length=max_tokens + 1,
+        max_length=max_tokens + 1,  # the engine counts a generated token at the end of each sequence
         max_step_tokens=step_tokens,
         num_blocks=max_num_seqs,  # one imaginary block per sequence
         block_size=max_tokens + 1,
