@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from lorax_server.adapters.spec import AdapterSpec
 from lorax_server.errors import LoraxError
-from lorax_server.types import Alternatives, SamplingParams, StopParams
+from lorax_server.types import Alternatives, Pooled, SamplingParams, StopParams
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -82,6 +82,7 @@ class NewSequence(NamedTuple):
     prompt_length: int
     sampling: SamplingParams
     stop: StopParams
+    second_start: int = 0  # see `Request`
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,7 @@ class StepResult:
     prompt_alternatives: Mapping[int, list[Alternatives]] = field(default_factory=dict)
     """Maps indices in `prompt_logprobs` to one entry per log probability, for sequences that request alternatives."""
     loaded: list[int] = field(default_factory=list)  # adapter indices whose load has finished
+    pooled: Sequence[Pooled] = ()  # one result for each sequence with `samples`, if the model does not generate text
 
 
 # --- Capabilities -----------------------------------------------------------------------------------------------------
@@ -181,3 +183,4 @@ class Capabilities:
     weight_format: str = ""  # how the weights are stored, such as bfloat16 or Q4_K; empty if unknown
     weight_bytes: int = 0
     rope: RopeRule = field(default_factory=RopeRule)
+    task: str = "generate"

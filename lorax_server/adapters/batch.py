@@ -67,6 +67,16 @@ class AdapterArena:
             self._view(fields[Field.NEW_ROWS], new * size).view(new, size),
         )
 
+    def classifier(self, adapter: int, name: str) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Return the weight and bias that replace a layer of a classification head, or None."""
+        target, index = self.targets[name], self.lora_targets[name].index
+        fields: list[int] = self.host_table[adapter, index].tolist()
+        count, size = fields[Field.NUM_NEW_ROWS], target.inputs.size
+        if not count:
+            return None
+        bias = None if fields[Field.OUTPUT_BIAS] < 0 else self._view(fields[Field.OUTPUT_BIAS], count)
+        return self._view(fields[Field.NEW_ROWS], count * size).view(count, size), bias
+
     def _view(self, offset: int, count: int) -> torch.Tensor:
         return self.buffer[offset : offset + count] if count else self.buffer[:0]
 

@@ -189,7 +189,6 @@ FLAG_GROUPS: Mapping[str, tuple[Flag, ...]] = {
             "switch",
             rejection_reason="checkpoint code is never executed; omit the flag if the architecture is supported",
         ),
-        Flag("--embedding-dim", "not supported", "integer", rejection_reason="embeddings are not supported yet"),
     ),
     "adapter sources": (
         *make_flags(config.SourceConfig),

@@ -70,7 +70,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raise if it can never run or would wait too long."""
-        check_request(request, min(self.limits.max_length, self._cache.num_tokens))
+        check_request(request, min(self.limits.max_length, self._cache.num_tokens), self.limits.task)
         assert request.request_id not in self._by_id, f"request {request.request_id} was already added"
         self._backlog.check_overload(self.num_waiting)
         self._adapters.add_request(request.adapter_identity)
@@ -153,7 +153,10 @@ class Scheduler:
             sampled.num_in_flight -= 1
             if not sampled.finished:
                 token = SampledToken(token_id, logprob, alternatives.get(index) if alternatives else None)
-                outputs.append(self._append_token(sampled, token))
+                output = self._append_token(sampled, token)
+                if result.pooled and output.failure is None:  # the token only marks the end of the sequence
+                    output = output._replace(tokens=(), pooled=result.pooled[index])
+                outputs.append(output)
         self.counters.generated_tokens += sum([len(output.tokens) for output in outputs])
         return self.pop_failed() + outputs
 
@@ -281,7 +284,9 @@ class Scheduler:
         self._waiting.acquire_slot(request.tenant)
         tokens = sequence.token_ids.copy()
         builder.new_sequences.append(
-            NewSequence(sequence.slot, tokens, len(request.prompt_ids), request.sampling, request.stop)
+            NewSequence(
+                sequence.slot, tokens, len(request.prompt_ids), request.sampling, request.stop, request.second_start
+            )
         )
         index = self._adapters.index_of(identity, sequence.has_started)
         assert index is not None

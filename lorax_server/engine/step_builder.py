@@ -166,9 +166,12 @@ class StepBuilder:
         return sums
 
     def chunk_size(self, num_tokens: int, reserve: int = 0) -> int:
-        """Return how many of `num_tokens` fit into the step if `reserve` tokens are kept for other sequences."""
+        """Return how many of `num_tokens` fit into the step if `reserve` tokens are kept for other sequences.
+
+        Without chunks, the first sequence always fits.
+        """
         if not self.can_chunk:
-            return num_tokens if num_tokens <= self.budget else 0
+            return num_tokens if num_tokens <= self.budget or not self.sequences else 0
         available = max(self.budget - reserve, min(self.budget, 1))
         return min(num_tokens, available, self.max_prefill_chunk_tokens or self.budget)
 

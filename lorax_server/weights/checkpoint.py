@@ -26,7 +26,9 @@ from lorax_server.weights.progress import LoadProgress
 from lorax_server.weights.reader import WeightsReader
 
 # Checkpoints saved from the inner model (without LM head) lack these tensor name prefixes.
-OPTIONAL_PREFIXES = ("model.", "transformer.", "gpt_neox.")
+OPTIONAL_PREFIXES = (
+    *("model.", "transformer.", "gpt_neox.", "bert.", "roberta.", "distilbert.", "mpnet.", "nomic_bert."),
+)
 
 
 QUANTIZED_ELEMENTS = 2**22  # matrix elements to quantize at a time, to limit temporary memory

@@ -34,8 +34,8 @@ SAMPLES = {"text": "x", "integer": "100", "number": "0.5", "size": "4K", "switch
 FITTING = {
     **dict.fromkeys(("--source", "--adapter-source", "--default-adapter-source", "--preloaded-adapter-source"), "hub"),
     "--dtype": "float16", "--quantize": "fp8-kv", "--device": "cpu", "--log-level": "debug", "--watermark-delta": "2",
-    "--embedding-dim": "", "--trust-remote-code": "false", "--sharded": "false", "--cors-allow-credentials": "false",
-    "--hostname": "1.2.3.4", "--tool-parser": "hermes", "--api-workers": "1",
+    "--trust-remote-code": "false", "--sharded": "false", "--cors-allow-credentials": "false",
+    "--hostname": "1.2.3.4", "--tool-parser": "hermes", "--api-workers": "1", "--task": "embed", "--pooling": "cls",
 }  # fmt: skip
 
 
@@ -245,7 +245,8 @@ def test_repeated_flags_form_list() -> None:
         ("--quantize awq", {}, "--quantize 'awq' is not supported; use one of fp8-kv"),
         ("--trust-remote-code", {}, "--trust-remote-code: checkpoint code is never executed"),
         ("", {"TRUST_REMOTE_CODE": "1"}, "TRUST_REMOTE_CODE: checkpoint code"),
-        ("--embedding-dim 256", {}, "--embedding-dim: embeddings are not supported"),
+        ("--task translate", {}, "--task: 'translate' is not one of auto, generate, embed"),
+        ("--embedding-dim 0", {}, "--embedding-dim = 0 must be at least 1"),
         ("--watermark-gamma 0.25", {}, "--watermark-gamma = 0.25 cannot be changed"),
         ("", {"ROPE_SCALING": "linear"}, "ROPE_SCALING: set rope scaling in the model's config.json"),
         (

@@ -131,7 +131,8 @@ class PagedCausalLM(nn.Module):
 def load_embedding(weights: Weights, config: Any, name: str, head_name: str, size: int) -> TensorParallelEmbedding:
     """Load the token embedding. A checkpoint with tied weights may store only the head."""
     stored = name
-    if config.tie_word_embeddings and not weights.has(f"{name}.weight") and weights.has(f"{head_name}.weight"):
+    is_tied = getattr(config, "tie_word_embeddings", False)  # encoders may lack the field
+    if is_tied and not weights.has(f"{name}.weight") and weights.has(f"{head_name}.weight"):
         stored = head_name
     return TensorParallelEmbedding(weights, stored, config.vocab_size, size, target_name=name)
 

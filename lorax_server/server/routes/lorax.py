@@ -25,6 +25,7 @@ from lorax_server.server.schemas.lorax import (
     GenerateResponse,
     MergedAdapters,
 )
+from lorax_server.server.schemas.pooling import PoolingParameters
 from lorax_server.server.schemas.unsupported_fields import GENERATE, reject_misplaced
 from lorax_server.server.service import Service
 from lorax_server.structured_output import request_formats
@@ -170,7 +171,7 @@ def _prefill(generation: RemoteGeneration) -> list[dict[str, Any]]:
 # --- Parameters: the checks, their order and their messages match LoRAX -----------------------------------------------
 
 
-def choose_adapter(parameters: GenerateParameters, names: ModelNames) -> ModelSelection:
+def choose_adapter(parameters: GenerateParameters | PoolingParameters, names: ModelNames) -> ModelSelection:
     merged, token = parameters.merged_adapters, parameters.api_token or None
     check(
         parameters.adapter_id is None or merged is None,
