@@ -31,7 +31,7 @@ ROUNDS = 3  # requests per request in flight
 
 @dataclass(frozen=True)
 class Setup:
-    """Size of the model and of the load."""
+    """Model folder, device and load of a run."""
 
     folder: Path
     streams: Sequence[int]

@@ -52,7 +52,7 @@ def measure(bench: Bench, structures: list[Structure | None], params: SamplingPa
 
 
 def run(bench: Bench, structures: list[Structure | None], params: SamplingParams, num_tokens: int) -> None:
-    """Generate `num_tokens` with each structure. `LLM` first runs a trial compile of each new grammar."""
+    """Generate up to `num_tokens` tokens with each structure. `LLM` first runs a trial compile of each new grammar."""
     stops = [StopParams(max_new_tokens=num_tokens, ignore_eos=structure is None) for structure in structures]
     prompts = bench.draw_prompts(len(structures), PROMPT, seed=len(structures))
     bench.llm.generate(prompts, params, stops, structure=structures, progress=False)

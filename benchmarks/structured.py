@@ -79,7 +79,7 @@ LONG_KEYS = {"type": "array", "items": make_object({key: {"type": "boolean"} for
 
 
 class Bench:
-    """An engine, and the trial compiles that come before it in a server."""
+    """An engine, and a sandbox that runs trial compiles before requests reach the engine, as in the server."""
 
     def __init__(self, model: Path, sandbox: Sandbox) -> None:
         self.model = model

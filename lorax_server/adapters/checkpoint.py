@@ -32,7 +32,7 @@ WRAPPER_PREFIXES = {"base_model", "model", "module", "_forward_module", "_fsdp_w
 
 
 class TensorRole(Enum):
-    """The purpose of an adapter tensor within its module. Values are the names in PEFT."""
+    """An adapter tensor's role in its module. Values are PEFT's names."""
 
     LORA_A = "lora_A"
     LORA_B = "lora_B"

@@ -175,7 +175,9 @@ def _llama3(parameters: Mapping[str, Any], config: Any, dim: int, device: torch.
 
 
 def _yarn(parameters: Mapping[str, Any], config: Any, dim: int, device: torch.device) -> nn.Module:
-    """Build YaRN RoPE: high frequencies are kept and low frequencies are divided by a factor, with a ramp between."""
+    """Build YaRN RoPE: high frequencies are kept and low frequencies are divided by a factor, with a linear ramp in
+    between.
+    """
     original = _original_length(parameters, config)
     if "factor" not in parameters and "original_max_position_embeddings" not in parameters:
         raise KeyError("factor")

@@ -53,7 +53,7 @@ class Vocabulary:
 
     @classmethod
     def from_table(cls, table: TokenTable, encode: Encode | None = None) -> "Vocabulary":
-        """Build the vocabulary of a token table."""
+        """Build a vocabulary from a token table."""
         ends = np.cumsum(np.frombuffer(table.lengths, np.int32)).tolist()
         content = table.content
         tokens = [content[start:end] for start, end in zip([0, *ends], ends, strict=False)]

@@ -169,7 +169,7 @@ class ByteDetokenizer(Detokenizer):
 
 
 def _detect_scheme(decoder: Any) -> Scheme | None:
-    """Return the scheme for a `tokenizer.json` decoder, or None if its tokens are not bytes."""
+    """Return the token-to-bytes scheme for a `tokenizer.json` decoder, or None if the decoder is not supported."""
     steps = decoder["decoders"] if decoder and decoder["type"] == "Sequence" else [decoder]
     types = [step and step["type"] for step in steps]
     if types == ["ByteLevel"]:

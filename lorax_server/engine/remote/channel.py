@@ -61,7 +61,7 @@ class ClientChannel:
     async def start(self, target: Callable[[str], None]) -> EngineInfo:
         """Start a process that runs `target(address)`, and wait until it accepts requests.
 
-        If the start fails, stop the process and raise. Errors that the user caused are raised unchanged.
+        If the start fails, stop the process and raise. User errors are raised unchanged.
         """
         try:
             self._launch(target, self.open())

@@ -224,7 +224,7 @@ def _attend(
 ):  # fmt: skip
     """Return the attention state after accumulating keys `start` to `stop`. Edge tiles apply a mask to each row.
 
-    Edge and inner tiles perform the same operations in the same order, so both produce equal bits.
+    Edge and inner tiles perform the same operations in the same order, so both results are bitwise equal.
     """
     dims = tl.arange(0, query.shape[1])
     is_masked: tl.constexpr = IS_EDGE or query.shape[1] != HEAD_DIM
