@@ -1,7 +1,7 @@
-"""Measure the start of `lorax serve`: seconds to the first token, and memory of its processes after the start.
+"""Measure the startup of `lorax serve`: seconds to the first token, and process memory after startup.
 
 The bundled model runs on the CPU. `--gpu` serves a random Llama-3.1-8B shape from files in memory instead. The first
-start has no cached kernels and configs; the median of the other starts counts.
+start has no cached kernels and configs; later starts are reported as a median.
 """
 
 import json

@@ -248,8 +248,7 @@ class Scheduler:
             self.queues.enqueue(sequence)
 
     def _admit(self, builder: StepBuilder) -> bool:
-        """Add the next waiting sequence to the step. Return False if no sequence is ready or too few blocks are free.
-        """
+        """Add the next waiting sequence to the step. Return False if none is ready or too few blocks are free."""
         sequence = self.queues.peek_ready()
         if sequence is None:
             return False

@@ -110,8 +110,7 @@ class ChangeRegistry:
             self._news.notify_all()
 
     async def _wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait up to `POLL_S` for a condition. The limit is needed because an expired lease triggers no notification.
-        """
+        """Wait up to `POLL_S` for a condition. The limit is needed because expired leases trigger no event."""
         with suppress(TimeoutError):
             async with asyncio.timeout(POLL_S), self._news:
                 await self._news.wait_for(condition)

@@ -84,7 +84,7 @@ class Vocabulary:
         return (last >> np.uint32(bit) & np.uint32(1)).astype(np.bool_)
 
     def _encode(self, text: str) -> list[int]:
-        """Return the token ids of a text, without special tokens, because grammars match their names as text."""
+        """Return the token IDs of a text, without special tokens, because grammars match their names as text."""
         token_ids = [] if self.encode is None else self.encode(text)
         if token_ids and self._special_ids.isdisjoint(token_ids):
             return token_ids
@@ -95,7 +95,7 @@ class Vocabulary:
 class _LLGuidanceTokens:
     """Token bytes in the form that `LLTokenizer` reads, with an additional end-of-text token.
 
-    The mask bit of that token says whether the completion may end, regardless of the model's eos tokens. The garbage
+    That token's mask bit indicates whether the completion may end, regardless of the model's eos tokens. The garbage
     collector cannot see references held by llguidance, so a strong reference to the vocabulary would leak it.
     """
 

@@ -34,7 +34,7 @@ def read_named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_added_tokens(config: Mapping[str, Any]) -> dict[int, AddedToken]:
-    """Return the added tokens in id order."""
+    """Return the added tokens in ID order."""
     decoder = config.get("added_tokens_decoder", {})
     if not isinstance(decoder, dict):
         raise TypeError("added_tokens_decoder is not an object")

@@ -144,7 +144,7 @@ class Weights:
 
     @property
     def quantized_format(self) -> str:
-        """Return the formats of the quantized matrices, the largest first. Empty if there are none."""
+        """Return the formats of quantized matrices, most bytes first. Empty if there are none."""
         return ", ".join(name for name, _ in self._quantized_bytes.most_common())
 
     def check_all_used(self) -> None:

@@ -49,8 +49,8 @@ class AdapterMemory:
     ) -> None:
         """Allocate the buffer, and a table with `num_rows` rows: one row for each adapter index and the base model.
 
-        Only rank 0 tells the engine when steps and loads are complete. On the other ranks (`is_follower`), these steps
-        and loads may still be running, so loads wait for earlier steps, and steps wait for the loads they need.
+        Only rank 0 reports finished steps and loads to the engine. On the other ranks (`is_follower`), these steps and
+        loads may still be running, so loads wait for earlier steps, and steps wait for the loads they need.
         """
         self._is_follower = is_follower
         self.num_units = num_units

@@ -59,9 +59,7 @@ class HubSource(RemoteSource):
         self._tls = httpx2.create_ssl_context()
 
     def authorize(self, name: str, token: str | None) -> None:
-        """Raise an error unless the token grants access to the files. (Even gated repositories have a public file
-        list.)
-        """
+        """Raise an error unless the token grants file access. (Even gated repositories have a public file list.)"""
         repo, revision = self._parse(name)
         if self._offline:
             return

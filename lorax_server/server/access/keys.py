@@ -224,8 +224,7 @@ def _read_keys_file(path: Path) -> list[tuple[bytes, Key]]:
 
 
 def _parse_keys_file(path: Path) -> dict[str, Any]:
-    """Return the content of a keys file. Errors contain only the position, because parser messages may quote secrets.
-    """
+    """Return the content of a keys file. Errors contain only a position, because parser messages may quote secrets."""
     parsers = {".toml": lambda content: tomllib.loads(content.decode()), ".json": parse_json}
     parse = parsers.get(path.suffix.lower())
     if parse is None:

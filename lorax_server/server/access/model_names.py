@@ -206,8 +206,7 @@ class ModelNames:
         )
 
     def select_adapter(self, name: str, source: str | None, token: str | None = None) -> ModelSelection:
-        """Return the selection for an adapter name. Unlike in `select_model`, the name cannot refer to the base model.
-        """
+        """Return the selection for an adapter name. Unlike `select_model`, never return the base model."""
         named = self._find_listed(name) if source is None else None
         if named is None:
             is_path, name = name.startswith("/"), self._normalize_name(name, source)
@@ -221,8 +220,7 @@ class ModelNames:
         return ModelSelection((AdapterRef(*named, token),), None, name, (named,), source and named.source)
 
     def is_base_alias(self, name: str) -> bool:
-        """Return True if a name in an adapter's config refers to this base model. Folders, owners and case are ignored.
-        """
+        """Return True if a name in an adapter's config refers to this base model. Ignore folders, owners and case."""
         return _last_part(name) in {_last_part(base) for base in self.base_names}
 
     def may_use(self, key: Key, alias: str, named: AdapterKey) -> bool:

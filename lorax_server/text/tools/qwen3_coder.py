@@ -41,7 +41,7 @@ class Qwen3CoderToolCallParser(ToolCallParser):
     """Parses one call. Accepts calls without `<tool_call>` or `</tool_call>`."""
 
     def __init__(self, tools: ToolSet, finders: dict[int, JsonTypeFinder]) -> None:
-        """`finders` maps schema ids to type finders, and is shared by all parsers of one format."""
+        """`finders` maps schema IDs to type finders, and is shared by all parsers of one format."""
         super().__init__(TOOL_CALL_END)
         self._tools = tools
         self._finders = finders
