@@ -367,7 +367,7 @@ class RequestContext:
     # --- Headers ------------------------------------------------------------------------------------------------------
 
     def _request_headers(self) -> dict[str, str]:
-        """Return the headers that describe the adapter and problems of the request."""
+        """Return the headers that describe the adapter, its warnings, and ignored request fields."""
         ignored = [quote(name[:MAX_HEADER_CHARACTERS]) for name in self._ignored_fields[:MAX_IGNORED_FIELDS]]
         headers = {"x-ignored-fields": ", ".join(ignored)} if ignored else {}
         if warnings := self.lookup.warnings:
