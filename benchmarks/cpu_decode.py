@@ -222,7 +222,7 @@ class LlamaCpp:
         return speeds | {Case(batch, 1): speed for batch, speed in adapted.items()}
 
     def _run(self, cases: Sequence[Case], *more: str | Path) -> dict[int, float]:
-        """Return tokens per second by batch size, or an empty result if the adapter was not loaded."""
+        """Return tokens per second, keyed by batch size, or an empty result if the adapter was not loaded."""
         max_batch = max(case.batch for case in cases)
         threads, batches = torch.get_num_threads(), ",".join(str(case.batch) for case in cases)
         # All sequences share one prompt, because only decode steps are measured.

@@ -45,7 +45,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def list_shapes(config: Any) -> Shapes:
-    """Return parameter shapes by name, without a tied head."""
+    """Return a map from parameter name to shape, without a tied head."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):

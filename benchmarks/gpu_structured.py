@@ -63,7 +63,7 @@ def count_tokens(outputs: list[Output]) -> int:
 
 
 def measure_all(bench: Bench, params: SamplingParams, rows: int, steps: int, rounds: int) -> dict[str, Speed]:
-    """Return the median speeds over all rounds, by case."""
+    """Return the median speeds over all rounds, keyed by case."""
     one, different = [make_schema(0)] * rows, [make_schema(number) for number in range(rows)]
     cases: dict[str, list[Structure | None]] = {
         "no structure": [None] * rows,

@@ -22,7 +22,7 @@ BODY = {"inputs": "a", "parameters": {"max_new_tokens": 1}}
 
 
 def measure(log: Path, flags: dict[str, object]) -> tuple[float, dict[str, float]]:
-    """Return the seconds from the command to the first token, and MB by process."""
+    """Return the seconds from the command to the first token, and the memory of each process in MB."""
     began = time.monotonic()
     with serving(log, flags) as server:
         headers = {"content-type": "application/json"}

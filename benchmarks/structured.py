@@ -220,7 +220,7 @@ class BackgroundSequences:
         self._numbers: list[int] = []
 
     def watch(self, structure: Structure | None) -> list[float]:
-        """Return the seconds of the steps after a request arrives. Run until the request has finished."""
+        """Return the step times after a request arrives, in seconds. Run until the request has finished."""
         self._restart()
         trial = None if structure is None else self._bench.check(structure)
         number: int | None = None

@@ -1,4 +1,4 @@
-"""An `LLM` over random files whose engine steps are timed."""
+"""An `LLM` with random model files whose engine steps are timed."""
 
 import argparse
 import logging
@@ -63,7 +63,7 @@ class Mark(NamedTuple):
 
 
 class StepClock:
-    """Record the end of every engine step. Work of `LLM` between two steps counts towards the second step."""
+    """Records the end of every engine step. Work of `LLM` between two steps counts towards the second step."""
 
     def __init__(self, llm: LLM) -> None:
         self.marks: list[Mark] = []
@@ -89,7 +89,7 @@ class StepClock:
 
 
 class Bench(NamedTuple):
-    """A running engine over random files."""
+    """A running engine with random model files."""
 
     llm: LLM
     clock: StepClock

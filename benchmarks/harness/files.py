@@ -51,7 +51,7 @@ class ModelShape(NamedTuple):
         return dict(zip(ALL_MODULES, [*attention, (inner, hidden), (inner, hidden), (hidden, inner)], strict=True))
 
     def list_modules(self, names: Sequence[str] = ALL_MODULES) -> dict[str, tuple[int, int]]:
-        """Return outputs and inputs of the named linear layers in all transformer layers, by full name."""
+        """Return outputs and inputs of the named linear layers in all transformer layers, keyed by full name."""
         layers = range(self.num_hidden_layers)
         return {f"model.layers.{layer}.{_path(name)}": self.linears[name] for layer in layers for name in names}
 

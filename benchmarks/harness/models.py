@@ -68,7 +68,7 @@ PHI_4 = {
 
 
 def make_configs(**changes: Any) -> dict[str, Any]:
-    """Return configs of published models that are not Llamas, by name."""
+    """Return configs of published models that are not Llamas, keyed by name."""
     return {
         "Gemma-2-9B": Gemma2Config(**{**GEMMA_2_9B, **changes}),
         "Phi-4": Phi3Config(**{**PHI_4, **changes}),

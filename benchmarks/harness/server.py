@@ -69,7 +69,7 @@ class Server:
         return float(times.user + times.system)
 
     def usage(self) -> dict[str, Usage]:
-        """Return usage by process kind. If several processes have the same kind, return the largest."""
+        """Return usage, keyed by process kind. If several processes have the same kind, return the largest."""
         usage: dict[str, Usage] = {}
         for process in (self.process, *self.process.children(recursive=True)):
             with suppress(psutil.NoSuchProcess), process.oneshot():  # sandbox workers start and stop

@@ -223,7 +223,7 @@ class Conversation:
                 self.messages += [message, {"role": "assistant", "content": text}]
 
     def _print_response(self, messages: list[dict[str, str]]) -> str:
-        """Print a response and return its text, which may be cut off by Ctrl-C."""
+        """Print a response and return its text, which may be truncated by Ctrl-C."""
         text = ""
         try:
             with closing(self._stream_text(messages)) as chunks:

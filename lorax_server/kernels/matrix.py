@@ -1,6 +1,6 @@
 """`StoredMatrix`, a weight matrix that is not stored as a plain tensor.
 
-Layers, models and adapters know only this class. Its subclasses are kernel layouts and quantized formats.
+Layers, models and adapters use only this class. Its subclasses are kernel layouts and quantized formats.
 """
 
 from abc import ABC, abstractmethod

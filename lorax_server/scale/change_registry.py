@@ -97,7 +97,7 @@ class ChangeRegistry:
         await self._notify()
 
     async def members(self) -> dict[str, str]:
-        """Return the addresses of all live replicas, by replica name."""
+        """Return the addresses of all live replicas, keyed by replica name."""
         return {name: member.address for name, member in self._live_members().items()}
 
     def _live_members(self) -> dict[str, ReplicaLease]:

@@ -225,7 +225,7 @@ class Ingress:
     # --- Registry -------------------------------------------------------------------------------------------------
 
     async def _replica_addresses(self) -> dict[str, str]:
-        """Return the addresses of all replicas, by replica name."""
+        """Return the addresses of all replicas, keyed by replica name."""
         try:
             async with asyncio.timeout(REGISTRY_TIMEOUT_S):
                 return dict(await self._registry.members.remote())

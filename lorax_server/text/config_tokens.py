@@ -12,7 +12,7 @@ FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 def add_config_tokens(backend: Tokenizer, config: Mapping[str, Any]) -> dict[str, str]:
     """Add the config's tokens to a tokenizer, and return the named tokens.
 
-    New tokens get the next ids. Existing tokens get the flags from the config.
+    New tokens are assigned the next IDs. Existing tokens receive the config's flags.
     """
     added = read_added_tokens(config) or dict(sorted(backend.get_added_tokens_decoder().items()))
     named, tokens = _read_named(config), list(added.values())

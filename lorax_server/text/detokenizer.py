@@ -78,7 +78,7 @@ def make_detokenizer(tokenizer: Any) -> Detokenizer:
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:
-    """Return special token IDs by name."""
+    """Return a map from special token name to ID."""
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if not isinstance(backend, Tokenizer):
         return dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))

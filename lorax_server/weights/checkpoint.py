@@ -272,7 +272,7 @@ def _open_gguf(folder: Path) -> dict[str, GGUFTensor]:
 
 
 def open_tensors(paths: Mapping[str, Path]) -> dict[str, StoredTensor]:
-    """Return lazily read tensors by name. `paths` maps tensor names to safetensors files."""
+    """Return a map from tensor name to a lazily read tensor. `paths` maps tensor names to safetensors files."""
     files = {path: _open_safetensors(path) for path in sorted(set(paths.values()))}
     tensors = {name: StoredTensor(files[path], name, path) for name, path in paths.items()}
     for path, file in files.items():

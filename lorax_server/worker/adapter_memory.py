@@ -32,8 +32,8 @@ class AdapterMemory:
 
     Adapters are not padded to a maximum rank. Index 0 is the base model.
 
-    On a GPU, a copier copies weights while steps run. Table updates and moves run on the caller's stream, which must
-    be the step stream. Each step therefore sees the table as it was when the step was submitted, and an index can be
+    On a GPU, a copier copies weights while steps run. Table updates and moves run on the caller's stream, which must be
+    the step stream. Each step therefore reads the table as it was when the step was submitted, and an index can be
     reused immediately. Without a copier (on CPUs), weights are copied synchronously.
     """
 

@@ -290,7 +290,7 @@ class PagedRunner:
     def _fetch(self, ticket: Ticket) -> Ticket:
         """Start copying the results to the host, and return a ticket for the copies.
 
-        The ticket's event lets `collect` wait for this step only.
+        With the ticket's event, `collect` waits for this step only.
         """
         if is_host(self._device):
             return ticket

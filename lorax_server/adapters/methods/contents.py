@@ -344,7 +344,7 @@ class AdapterContents:
 
 
 def _find_token_ids(config: AdapterConfig, embedding: AdapterTarget, head: AdapterTarget) -> dict[str, tuple[int, ...]]:
-    """Return the trained token IDs by module. A list in the config refers to the embedding."""
+    """Return the trained token IDs, keyed by module. A list in the config refers to the embedding."""
     indices = config.token_indices
     if not isinstance(indices, Mapping):
         return {embedding.name: indices}

@@ -114,7 +114,9 @@ class DiskBudget:
                     self._measured_at = float("-inf")  # measure again, because partial files may use space
 
     def remove_interrupted_downloads(self) -> dict[Path, int]:
-        """Remove old files of interrupted downloads. Return the sizes of recent files, which are kept, by path."""
+        """Remove old files from interrupted downloads. Return the sizes of recent files (which are kept), keyed by
+        path.
+        """
         sizes = {}
         for path, used_at in self._find_unfinished():
             blob = path.with_name(path.name.removesuffix(PART_SUFFIX))

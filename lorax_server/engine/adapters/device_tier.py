@@ -57,7 +57,7 @@ class DeviceTier:
     or while it has started requests but no host copy.
 
     Space is freed in three stages. First, adapters without requests are evicted, least recently used first. If the
-    loading adapter is overdue, adapters with waiting requests are evicted too. If that is not enough, the least
+    loading adapter is overdue, adapters with waiting requests are also evicted. If that is not enough, the least
     recently used adapters drain: no new sequence starts with them.
     """
 

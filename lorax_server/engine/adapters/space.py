@@ -6,7 +6,7 @@ Steps are numbered and run in order; several may be in flight. Three kinds of ac
 - a load writes its extent at any time between `allocate` and `loaded`, unordered relative to steps;
 - a move runs in order, just before the first step submitted after it was planned.
 
-"Completed" and "loaded" mean on all ranks. This leads to four rules:
+"Completed" and "loaded" refer to all ranks. This leads to four rules:
 
 1. Freed or vacated space may still be read by steps in flight and by moves of the next step. It becomes a hole,
    available to loads, when the last of these steps completes.

@@ -122,7 +122,7 @@ class AdapterTable:
             self._has_changed = True
 
     def prepared(self, result: Prepared) -> None:
-        """Record the result of a preparation."""
+        """Record a finished or failed preparation."""
         entry = self._registry[result.identity]
         self._has_changed = True
         self._host.finish_preparing(entry, result)

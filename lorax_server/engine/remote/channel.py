@@ -1,11 +1,11 @@
 """The channel between the API process and the engine process: typed messages, as msgpack over ZeroMQ.
 
-    API process            a folder with mode 0700                           engine process
+API process            a folder with mode 0700                           engine process
     ClientChannel  PUSH ──> to_engine    (the engine listens)      ──> PULL  EngineChannel
                    PULL <── from_engine  (the API process listens) <── PUSH
 
-Each process listens before the other process sends, so no message waits for a reconnect. The sockets
-have no high-water mark: the scheduler limits the queue and tells rejected callers when to retry.
+Each process listens before the other process sends, so no message waits for a reconnect. The sockets have no high-water
+mark: the scheduler limits the queue and returns a retry time to rejected callers.
 """
 
 import asyncio

@@ -204,7 +204,7 @@ def choose_packed_heads(group: int, rows: int) -> int:
 
 
 def list_prefill_tiles(inputs: Iterable[int], cached: Iterable[int], tokens: int) -> Tiles:
-    """Return the tiles of sequences with several new tokens, `[tiles, 4]`, in descending order of work.
+    """Return tiles for sequences with several new tokens, `[tiles, 4]`, in descending order of work.
 
     The columns are: sequence, first token in the batch, its position, and the number of tokens up to the sequence end.
     """

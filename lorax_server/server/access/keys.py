@@ -142,7 +142,7 @@ class KeyRing:
 
     @property
     def weights(self) -> dict[str, float]:
-        """Scheduling weights by key name."""
+        """A map from key name to scheduling weight."""
         return {key.name: key.weight for key in self._keys.values()}
 
     def identify(self, authorization: str | None) -> Key:

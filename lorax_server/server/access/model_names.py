@@ -130,7 +130,7 @@ class ModelNames:
 
     @property
     def aliases(self) -> Mapping[str, AdapterKey]:
-        """Adapters by alias, without folder names."""
+        """A map from alias to adapter, without folder names."""
         return self._aliases
 
     def add_alias(self, alias: str, source: str, name: str) -> None:

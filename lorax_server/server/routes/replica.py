@@ -67,7 +67,7 @@ def make_control_app(service: Service) -> Starlette:
 
 
 async def _list_names(service: Service) -> dict[str, list[str]]:
-    """Return adapter names and aliases by tier."""
+    """Return adapter names and aliases, keyed by tier."""
     seen, listed = service.adapter_index, dict[str, list[str]]()
     aliases: dict[Any, list[str]] = {}
     for alias, named in service.model_names.aliases.items():
