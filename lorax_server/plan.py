@@ -143,7 +143,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class RopeRule:
-    """How RoPE scaling depends on the prompt length."""
+    """A rule for choosing the RoPE scaling by prompt length."""
 
     unscaled_length: int | None = None  # prompts up to this length are not scaled; None if no prompt is scaled
     by_length: bool = False  # True if each longer prompt length has different angles

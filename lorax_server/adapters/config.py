@@ -119,9 +119,7 @@ class AdapterConfig:
         return PatternMatcher(self.name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle. Compiled patterns are omitted, so the receiving process starts with a full time
-        budget.
-        """
+        """Return the state to pickle. Compiled patterns are omitted, so the new process has a full time budget."""
         return {key: value for key, value in vars(self).items() if key != "_patterns"}
 
 

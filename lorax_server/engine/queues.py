@@ -21,7 +21,7 @@ class Queues:
         fail: Callable[[Sequence, LoraxError], None],
         clock: Callable[[], float],
     ) -> None:
-        """Create the queues. `fail` is called after a failed sequence was removed from its queue."""
+        """Create the queues. `fail` is called after a failed sequence has been removed from its queue."""
         self.ready = ready  # ready to run
         self._limits = limits
         self._adapters = adapters

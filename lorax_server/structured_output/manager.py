@@ -93,8 +93,7 @@ class StructuredOutput:
     def __init__(
         self, build_base: Callable[[], Vocabulary], num_threads: int = 1, max_fast_forward: float = math.inf
     ) -> None:
-        """Create an instance. `build_base` builds the base model's vocabulary on another thread, when it is first
-        needed.
+        """Create an instance. `build_base` builds the base model's vocabulary, on another thread at first use.
 
         Several forced tokens are consumed per step while at most `max_fast_forward` completions use a grammar.
         """

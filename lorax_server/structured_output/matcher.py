@@ -22,7 +22,7 @@ NUM_TIMED_MASKS, MAX_FAST_MASK_S = 4, 0.001
 
 
 class GrammarError(Exception):
-    """The grammar failed to compile, or failed during a completion. The message is for the user."""
+    """The grammar failed to compile, or failed during a completion. The message is shown to the user."""
 
 
 class SlowGrammarError(GrammarError):
@@ -91,9 +91,7 @@ class GrammarState:
     """The grammar state of one completion: consumes tokens and stores the next token's mask."""
 
     def __init__(self, compiled: CompiledGrammar, stop: StopParams, fast_forward_below: int = 0) -> None:
-        """Create the state. Forced tokens with IDs below `fast_forward_below` may be consumed before the model has
-        computed them.
-        """
+        """Create the state. Forced tokens with IDs below `fast_forward_below` may be consumed ahead of the model."""
         if not any(token_id < compiled.vocabulary.num_ids for token_id in stop.eos_token_ids):
             raise GrammarError("the model has no end-of-sequence token in its vocabulary")
         self.compiled = compiled

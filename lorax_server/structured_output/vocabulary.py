@@ -38,7 +38,7 @@ class Vocabulary:
         encode: Encode | None = None,
         slices: Sequence[str] = SLICES,
     ) -> None:
-        """`encode` tokenizes forced text like the model's tokenizer. If None, text is tokenized by longest match."""
+        """Build the vocabulary. `encode` tokenizes forced text; if None, text is tokenized by longest match."""
         from llguidance import LLTokenizer  # noqa: PLC0415 - an engine can run without llguidance
 
         self.table: TokenTable | None = None

@@ -114,9 +114,7 @@ class DiskBudget:
                     self._measured_at = float("-inf")  # measure again, because partial files may use space
 
     def remove_interrupted_downloads(self) -> dict[Path, int]:
-        """Remove old files from interrupted downloads. Return the sizes of recent files (which are kept), keyed by
-        path.
-        """
+        """Remove old files from interrupted downloads. Return the sizes of recent files, which are kept."""
         sizes = {}
         for path, used_at in self._find_unfinished():
             blob = path.with_name(path.name.removesuffix(PART_SUFFIX))
