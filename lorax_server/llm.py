@@ -130,8 +130,8 @@ class LLM:
     ) -> list[Completion]:
         """Generate completions for prompts (text or token IDs) in one batch. Return one completion per prompt.
 
-        `params`, `stop`, `adapter` and `structure` apply to all prompts, or are lists with one entry per prompt. The
-        adapter None selects the base model. The functions in `structured_output.grammars` create structures.
+        `params`, `stop`, `adapter` and `structure` apply to all prompts, or are lists with one entry per prompt. An
+        `adapter` of None selects the base model. The functions in `structured_output.grammars` create structures.
         `progress=True` shows a progress bar; None does so only on a terminal. `on_error="return"` stores each error in
         its completion, instead of raising the first error.
         """

@@ -326,7 +326,7 @@ class EngineStatus(SchedulerCounters, AdapterCounters):
 
 
 class AdapterStage(Enum):
-    """Stages of an adapter on its way to the device. The values appear in API responses."""
+    """An adapter's loading stages. The values appear in API responses."""
 
     DISK = "on disk"
     PREPARING = "being prepared"

@@ -29,7 +29,7 @@ MERGEABLE_ROLES = (*FACTORS, TensorRole.WEIGHT)
 class ModuleWeights:
     """Adapter tensors for one module: unsharded, on the CPU, and finite.
 
-    The factors keep the dtype of the file to save memory. All other tensors are float32.
+    The factors keep the file's dtype to save memory. All other tensors are float32.
     """
 
     lora_a: torch.Tensor | None = None  # [rank, in]

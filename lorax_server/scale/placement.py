@@ -175,7 +175,7 @@ def _sort_by_load(views: list[ReplicaView], prefix: int) -> list[ReplicaView]:
 
 
 def _choose_by_prefix(prefix: int, candidates: list[ReplicaView], mean: float) -> ReplicaView:
-    """Return a replica by prompt prefix, for prefix cache hits. Short prompts go to the least loaded replica."""
+    """Return a replica by prompt prefix, for prefix cache hits. Short prompts use the least loaded replica."""
     if not prefix:
         return min(candidates, key=lambda view: view.load)
     bound = mean * POPULAR_LOAD_RATIO + POPULAR_EXTRA_REQUESTS

@@ -146,7 +146,7 @@ class Weights:
 
     @property
     def quantized_format(self) -> str:
-        """Return the formats of the quantized matrices, the largest first. Empty if there are none."""
+        """Return the formats of quantized matrices, most bytes first. Empty if there are none."""
         return ", ".join(name for name, _ in self._quantized_bytes.most_common())
 
     def check_all_used(self) -> None:
@@ -274,7 +274,7 @@ def _open_gguf(folder: Path) -> dict[str, GGUFTensor]:
 
 
 def open_tensors(paths: Mapping[str, Path]) -> dict[str, StoredTensor]:
-    """Return lazily read tensors by name. `paths` maps tensor names to safetensors files."""
+    """Return a map from tensor name to a lazily read tensor. `paths` maps tensor names to safetensors files."""
     files = {path: _open_safetensors(path) for path in sorted(set(paths.values()))}
     tensors = {name: StoredTensor(files[path], name, path) for name, path in paths.items()}
     for path, file in files.items():

@@ -151,7 +151,7 @@ def _split_into_prompts(step_tokens: int, shape: CacheShape) -> list[int]:
 def run_prompts(
     model: PagedCausalLM, step_tokens: int, shape: CacheShape, adapter_data: AdapterBatchData | None = None
 ) -> None:
-    """Run a prefill step, including the LM head, with as few and long prompts as possible."""
+    """Run a prefill step, including the LM head, with as few prompts as possible, each as long as possible."""
     block_size, device = shape.block_size, model.device
     lengths = _split_into_prompts(step_tokens, shape)
     blocks = [-(-length // block_size) for length in lengths]  # number of consecutive blocks per prompt

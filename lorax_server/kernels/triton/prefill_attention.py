@@ -149,7 +149,7 @@ def _plan_kernel(input_lengths, cache_lengths, bounds, tiles, num_seqs, max_tile
 
 
 def _mark_decode_rows(batch: PagedBatch) -> _DecodeRows:
-    """Return all sequences in a graph's batch. Sequences that do not have exactly one new token get length 0."""
+    """Return all sequences in a graph's batch, with length 0 for those without exactly one new token."""
     assert batch.cu_seqlens is not None
     is_single, first, last = batch.input_lengths == 1, batch.cu_seqlens[:-1].long(), len(batch.slots)
     cached = torch.where(is_single, batch.cache_lengths, 0)
@@ -224,7 +224,7 @@ def _attend(
 ):  # fmt: skip
     """Return the attention state after accumulating keys `start` to `stop`. Edge tiles apply a mask to each row.
 
-    Edge and inner tiles perform the same operations in the same order, so both produce equal bits.
+    Edge and inner tiles perform the same operations in the same order, so both results are bitwise equal.
     """
     dims = tl.arange(0, query.shape[1])
     is_masked: tl.constexpr = IS_EDGE or query.shape[1] != HEAD_DIM

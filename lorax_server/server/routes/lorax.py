@@ -305,7 +305,7 @@ def _is_penalty(value: float) -> bool:
 def _uses_sampling(parameters: GenerateParameters, any_temperature: bool = False) -> bool:
     """Return True if the parameters enable sampling, according to LoRAX's rules.
 
-    With `any_temperature`, values without effect count too, such as a temperature of 1. LoRAX does this for `best_of`.
+    With `any_temperature`, values without effect also count, such as a temperature of 1. LoRAX does this for `best_of`.
     """
     temperature = parameters.temperature
     by_temperature = temperature is not None and (any_temperature or temperature not in (0, 1))
