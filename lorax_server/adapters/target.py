@@ -16,6 +16,7 @@ class TargetKind(Enum):
     HEAD = "head"
     NORM = "norm"
     EXPERTS = "experts"  # the same matrix of all experts in a layer
+    CLASSIFIER = "classifier"  # a layer of a classification head, which adapters replace as a whole
     INPUT = "input"  # not a module: the input to a linear layer, which IA3 can scale
 
 
@@ -54,6 +55,7 @@ class AdapterTarget:
     # scales are applied to these outputs.
     input_scale_target: tuple[str, int] | None = None
     experts: ExpertTarget | None = None  # for the kind `EXPERTS`, whose sizes are those of one expert
+    is_resizable: bool = False  # adapters may replace the layer with another number of outputs
 
     def read(self, rows: slice = slice(None)) -> torch.Tensor:
         """Return rows of this rank's base model weight."""

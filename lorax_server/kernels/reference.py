@@ -26,6 +26,7 @@ from lorax_server.kernels.ops import (
     PagedBatch,
     Routing,
 )
+from lorax_server.kernels.whole_sequences import make_mask
 
 MAX_SCORE_ELEMENTS = 2**27  # limits the memory for attention scores of long prompts
 
@@ -60,6 +61,28 @@ def attend(
     if batch.cu_seqlens is None:
         return decode_attention(q, cache, batch, spec)
     return prefill_attention(q, k, v, cache, batch, spec)
+
+
+def attend_sequences(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    angles: CosSin | None,
+    lengths: Sequence[int],
+    spec: AttentionSpec,
+) -> torch.Tensor:
+    if angles is not None:
+        rotary(q, *angles)
+        rotary(k, *angles)
+    out, start = torch.empty_like(q), 0
+    for length in lengths:
+        tokens, keys_per_head = slice(start, start + length), q.shape[1] // k.shape[1]
+        queries, keys, values = (x[tokens].float().transpose(0, 1) for x in (q, k, v))
+        keys, values = (x.repeat_interleave(keys_per_head, dim=0) for x in (keys, values))
+        scores = attention_scores(queries, keys, spec) + make_mask(range(length), range(length), spec, q.device)
+        out[tokens] = (_softmax(scores, spec) @ values).transpose(0, 1).to(q.dtype)
+        start += length
+    return out
 
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -129,11 +152,16 @@ def _attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: Att
         if spec.slopes is not None:
             scores += spec.slopes[:, None, None] * distances
         scores.masked_fill_((distances > 0) | (distances <= -spec.window_or_max), -torch.inf)
-        if spec.sinks is not None:
-            sinks = spec.sinks[:, None, None].expand(*scores.shape[:2], 1)
-            scores = torch.cat([scores, sinks], dim=-1)
-        pieces.append((scores.softmax(-1)[..., :num_keys] @ values).transpose(0, 1))
+        pieces.append((_softmax(scores, spec) @ values).transpose(0, 1))
     return torch.cat(pieces).to(q.dtype)
+
+
+def _softmax(scores: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+    """Return the attention weights for scores `[heads, queries, keys]`."""
+    if spec.sinks is None:
+        return scores.softmax(-1)
+    sinks = spec.sinks[:, None, None].expand(*scores.shape[:2], 1)
+    return torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
 
 
 def _read_cache(

@@ -49,9 +49,12 @@ class TensorParallelMultiAdapterLinear(nn.Module):
         """
         super().__init__()
         matrices, biases = [], []
-        inputs, form = unsharded(in_features), {"fan_in_fan_out": fan_in_fan_out, "min_bits": min_bits}
+        inputs = unsharded(in_features)
         for name, shard in zip(names, outputs, strict=True):
-            matrices.append(weights.get_matrix(f"{name}.weight", shard, inputs, **form))
+            matrix = weights.get_matrix(
+                f"{name}.weight", shard, inputs, fan_in_fan_out=fan_in_fan_out, min_bits=min_bits
+            )
+            matrices.append(matrix)
             if bias:
                 biases.append(weights.get_sharded(f"{name}.bias", 0, shard, (shard.full,)))
         self.linear = weights.ops.make_linear(concat_matrices(matrices), torch.cat(biases) if bias else None)
