@@ -159,7 +159,7 @@ def _wait_for(engine: Engine, futures: Sequence["Future[Any]"]) -> None:
 
 
 def build_sources(config: SourceConfig, adapter_timeout_s: float = 0.0) -> dict[str, Source]:
-    """Return the enabled adapter sources by name. Client libraries are imported only for enabled sources.
+    """Return the enabled adapter sources, keyed by name. Client libraries are imported only for enabled sources.
 
     Used files stay on disk for at least `adapter_timeout_s`, because a request may wait that long for its adapter.
     """

@@ -34,7 +34,7 @@ class LogFormat(NamedTuple):
 
 
 def check_files(config: ServerConfig) -> None:
-    """Raise if a file that the settings name is invalid. This is called before the model is downloaded."""
+    """Raise if a file in the settings is invalid. This is called before the model is downloaded."""
     from lorax_server.server.access.keys import KeyRing  # noqa: PLC0415
     from lorax_server.server.schemas.examples import read_examples  # noqa: PLC0415
 

@@ -152,7 +152,7 @@ def _similar(model_type: str) -> str:
 
 
 def _read_mapping(file: str, name: str) -> frozenset[str] | None:
-    """Return the strings in a table of transformers, read from its source, because importing it takes seconds."""
+    """Return the strings in a transformers table, read from its source file because importing it takes seconds."""
     spec = find_spec("transformers")
     if spec is None or spec.origin is None:
         return None

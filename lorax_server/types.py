@@ -165,7 +165,7 @@ class Failure(NamedTuple):
     retry_after_s: float | None = None
 
     @classmethod
-    def of(cls, error: LoraxError) -> "Failure":
+    def from_error(cls, error: LoraxError) -> "Failure":
         return cls(type(error).__name__, error.status, str(error), error.retry_after_s)
 
     def to_error(self) -> LoraxError:
@@ -215,7 +215,7 @@ class Output(NamedTuple):
 
     @classmethod
     def failed(cls, request_id: int, error: LoraxError) -> "Output":
-        return cls(request_id, failure=Failure.of(error))
+        return cls(request_id, failure=Failure.from_error(error))
 
 
 class AdapterRef(NamedTuple):
@@ -326,7 +326,7 @@ class EngineStatus(SchedulerCounters, AdapterCounters):
 
 
 class AdapterStage(Enum):
-    """Stages of an adapter on its way to the device. The values appear in API responses."""
+    """An adapter's loading stages. The values appear in API responses."""
 
     DISK = "on disk"
     PREPARING = "being prepared"

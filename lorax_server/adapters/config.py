@@ -120,7 +120,7 @@ class AdapterConfig:
         return PatternMatcher(self.name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle. Compiled patterns are omitted, so the receiver has a full time budget."""
+        """Return the state to pickle. Compiled patterns are omitted, so the new process has a full time budget."""
         return {key: value for key, value in vars(self).items() if key != "_patterns"}
 
 
@@ -133,7 +133,7 @@ def _has_suffix(module: str, names: tuple[str, ...]) -> bool:
 
 
 def parse_config(raw: Mapping[str, Any], name: str) -> AdapterConfig:
-    """Build the config of adapter `name` from parsed JSON. Raise AdapterError for unsupported settings."""
+    """Build the `AdapterConfig` for adapter `name` from parsed JSON. Raise AdapterError for unsupported settings."""
     reader = ConfigReader(raw, name)
     method = reader.read_method()
     if method is Method.LORA:
@@ -155,7 +155,7 @@ def parse_config(raw: Mapping[str, Any], name: str) -> AdapterConfig:
 
 
 def _read_method_fields(reader: ConfigReader, method: Method) -> dict[str, Any]:
-    """Return the values of config fields that are specific to the PEFT method."""
+    """Return the values of the PEFT method's own config fields."""
     raw, flags = reader.raw, ("use_rslora", "use_dora", "lora_bias", "ensure_weight_tying")
     if method is Method.LORA:
         return {

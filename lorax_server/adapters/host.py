@@ -129,7 +129,7 @@ class _BufferLayout:
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy a tensor on the current thread only, so that decode steps keep the other cores.
+    """Copy a tensor on the current thread only, so that the other cores stay free for decode steps.
 
     Transposed tensors are copied in blocks, which is several times faster.
     """

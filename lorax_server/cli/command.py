@@ -254,7 +254,7 @@ def _find_model(parsed: ParsedSettings) -> Path:
         def generates(config: Mapping[str, Any]) -> bool:
             return find_task(folder, config, parsed.values.get("task", "auto")) == GENERATE
 
-        check_model_config(folder, parsed.model_id, needs_adapters=parsed.names_adapters, generates=generates)
+        check_model_config(folder, parsed.model_id, needs_adapters=parsed.has_adapters, generates=generates)
 
     if (path := find_local_model(location)) is not None:
         from lorax_server.gguf.model_folder import find_model_folder  # noqa: PLC0415 - slow

@@ -271,7 +271,7 @@ def write_json(figures: Mapping[str, Any], path: str) -> None:
 
 
 def build_parser(command: str) -> Parser:
-    """Build the parser for `serve` or `launcher`. It leaves all values as strings."""
+    """Build the parser for `serve` or `launcher`. Parsed values are strings."""
     program = PROGRAMS[command]
     parser = Parser(
         prog=program,

@@ -69,7 +69,7 @@ def make_nan_error(is_merged: bool) -> LoraxError:
 
 
 class Backlog:
-    """Estimates the queueing time from the tokens of waiting requests.
+    """Estimates the queueing time from the token counts of waiting requests.
 
     Throughput and completion length are exponential moving averages.
     """

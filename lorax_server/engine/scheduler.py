@@ -20,7 +20,7 @@ from lorax_server.types import Output, Request, SampledToken, SchedulerCounters,
 
 
 class Scheduler:
-    """Assigns each step a number of tokens per sequence, for prefill and decode alike.
+    """Chooses how many tokens of each sequence run in a step, for both prefill and decode.
 
     `schedule` may be called before the previous step has finished, because it needs only token counts. If a sequence
     turns out to be finished, its extra token is dropped.
@@ -167,7 +167,7 @@ class Scheduler:
         self.fail(step.find_largest_sequence().request.request_id, error)
 
     def pop_failed(self) -> list[Output]:
-        """Return the outputs of failed requests that are not reported yet, and clear the list."""
+        """Return the outputs of failed requests that have not been reported yet, and clear the list."""
         failed, self._failed = self._failed, []
         return failed
 
@@ -209,7 +209,7 @@ class Scheduler:
         return self._sorted[1]
 
     def _must_reserve_tokens(self) -> bool:
-        """Return True if long prompts must leave tokens for a waiting tenant that can get a slot."""
+        """Return True if long prompts must leave part of the token budget to a waiting tenant that can get a slot."""
         return bool(self._free_slots) and self._waiting.has_several_tenants and self._waiting.has_tenant_under_share
 
     def _allocate_or_preempt(self, builder: StepBuilder, sequence: Sequence, count: int) -> bool:
@@ -251,7 +251,7 @@ class Scheduler:
             self.queues.enqueue(sequence)
 
     def _admit(self, builder: StepBuilder) -> bool:
-        """Add the next waiting sequence to the step. Return False if no sequence is ready or blocks are missing."""
+        """Add the next waiting sequence to the step. Return False if none is ready or too few blocks are free."""
         sequence = self.queues.peek_ready()
         if sequence is None:
             return False

@@ -82,7 +82,7 @@ class LinearWeights(DerivedCache):
 
 
 class HostLengths(NamedTuple):
-    """The lengths of the batch's sequences, in host memory."""
+    """The batch's sequence lengths, in host memory."""
 
     inputs: list[int]  # tokens in this forward pass
     cached: list[int]  # tokens in the cache before the forward pass
@@ -117,7 +117,7 @@ class PagedBatch(DerivedCache):
 class Field(IntEnum):
     """Columns of the adapter table. The first seven are buffer offsets, or -1 if the adapter has no such weights.
 
-    On a GPU, offsets are multiples of 256 bytes, which vector loads require.
+    On a GPU, offsets are multiples of 256 bytes, as vector loads require.
     """
 
     A = 0  # [rank, in]; for embeddings [in, rank], so each token reads one row
@@ -167,7 +167,7 @@ class _TargetFlags(NamedTuple):
 
 @dataclass(frozen=True)
 class LoraBatch(DerivedCache):
-    """The adapter of each token in a batch, and the locations of all adapter weights.
+    """Each batch token's adapter, and the locations of all adapter weights.
 
     All tensors except `host_table` are on the device. Graphs are replayed with different adapters at the same
     addresses, so captured kernels must not depend on the host fields, which are empty during capture.

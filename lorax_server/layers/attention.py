@@ -30,7 +30,7 @@ class Seqlen:
 
 @dataclass(frozen=True, kw_only=True)
 class PagedContext(PagedBatch):
-    """The batch of a forward pass, with its KV cache, positions and adapters."""
+    """The batch in a forward pass, with its KV cache, positions and adapters."""
 
     ops: Ops
     kv_cache: KVCache

@@ -294,7 +294,7 @@ class RequestContext:
         return [completion.pooled for completion in completions if completion.pooled is not None]
 
     def check_unknown_fields(self, route: str, body: OpenSchema) -> None:
-        """Reject fields that would change the completion, and name the ignored ones in a response header."""
+        """Reject fields that would change the completion, and list ignored fields in a response header."""
         self._ignored_fields += reject_unsupported(route, body.model_extra, vars(body))
 
     # --- Responses ----------------------------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ class RequestContext:
         return make() if size <= MAX_INLINE_TOKENS else await asyncio.to_thread(make)
 
     async def stream_events(self, encode: EncodeEvents, encode_end: Callable[[], bytes] = lambda: b"") -> EventStream:
-        """Return a stream of the events of all generations as they arrive, followed by `encode_end()`."""
+        """Return a response that streams the events from all generations as they arrive, then `encode_end()`."""
         direct_writer, keep_alive_s = DirectWriter(), self.service.config.keep_alive_s
         if len(self.generations) == 1:  # DirectWriter does not support interleaved generations
             self.generations[0].set_direct_writer(direct_writer, lambda token_events: encode(0, token_events, False))
@@ -333,7 +333,7 @@ class RequestContext:
     async def await_first_event(self, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
         """Return the events once the first event is available or `keep_alive_s` has passed.
 
-        Errors until then are raised, so the response can have an error status. Later errors become the last event.
+        Errors before that are raised, so the response can have an error status. Later errors become the last event.
         """
         first = asyncio.ensure_future(anext(events))
         try:
@@ -417,7 +417,7 @@ class RequestContext:
     # --- Headers ------------------------------------------------------------------------------------------------------
 
     def _request_headers(self) -> dict[str, str]:
-        """Return the headers that describe the adapter and problems of the request."""
+        """Return the headers that describe the adapter, its warnings, and ignored request fields."""
         ignored = [quote(name[:MAX_HEADER_CHARACTERS]) for name in self._ignored_fields[:MAX_IGNORED_FIELDS]]
         headers = {"x-ignored-fields": ", ".join(ignored)} if ignored else {}
         if warnings := self.lookup.warnings:

@@ -379,7 +379,7 @@ def _reraise_critical(error: BaseException) -> None:
 
 
 def _read_templates(files: TokenizerFolder, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return chat templates by name, from separate files or else from the config."""
+    """Return a map from template name to chat template, read from separate files or else from the config."""
     names = {"default": TEMPLATE_FILE} if files.has(TEMPLATE_FILE) else {}
     names |= {Path(name).stem: name for name in files.list_templates()}
     templates = {key: files.read_template(name) for key, name in names.items()}

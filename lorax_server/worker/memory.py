@@ -196,7 +196,7 @@ def count_blocks(
 
 
 def warn_if_cache_is_small(model: PagedCausalLM, config: EngineConfig, num_blocks: int, max_length: int) -> None:
-    """Log a warning if the KV cache cannot hold one request of the maximum length."""
+    """Log a warning if the KV cache is too small for one request of the maximum length."""
     num_tokens = num_blocks * config.block_size
     if num_tokens < max_length:
         needed = -(-max_length // config.block_size) * block_bytes(model, config.block_size)

@@ -162,7 +162,7 @@ class Worker:
         return replace(result, loaded=loaded) if loaded else result
 
     def pop_loaded(self) -> list[int]:
-        """Return the indices of adapters that finished loading after the last call or step result."""
+        """Return the indices of adapters that finished loading since the last call or step result."""
         if not self._loading:
             return []
         loaded = [index for index in self._loading if self._memory and self._memory.is_loaded(index)]

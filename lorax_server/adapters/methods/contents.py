@@ -141,8 +141,8 @@ class AdapterContents:
     def _assign_input_scales(self) -> dict[str, tuple[str, int]]:
         """Return the IA3 input scales, keyed by the target that produces the scaled inputs.
 
-        Values are the module whose inputs are scaled, and the first of the target's outputs that the scale applies to.
-        These targets are also added to `keys`.
+        Each value is the module whose inputs are scaled, and the first target output that the scale applies to. These
+        targets are also added to `keys`.
         """
         assigned: dict[str, tuple[str, int]] = {}
         for module, keys in tuple(self.keys.items()):
@@ -165,7 +165,7 @@ class AdapterContents:
         return any(reader == module for reader, _ in self.input_scales.values())
 
     def _share_tied_rows(self) -> None:
-        """If embedding and head are tied, apply rows that the adapter replaces in one of them to both.
+        """If embedding and head are tied, apply the replaced rows of either module to both.
 
         `modules_to_save` is excluded, because PEFT copies the weight for that module only.
         """
@@ -274,7 +274,7 @@ class AdapterContents:
                 raise self._error(keys[role], reason)
 
     def _check_optional_tensors(self, keys: Mapping[TensorRole, str]) -> None:
-        """Check that the file has exactly the optional tensors that the config enables."""
+        """Check that a module has exactly the optional tensors that the config enables."""
         for is_configured, role in (
             (self.config.use_dora, TensorRole.MAGNITUDE),
             (self.config.lora_bias, TensorRole.LORA_BIAS),
@@ -361,7 +361,7 @@ class AdapterContents:
 def _find_token_ids(
     config: AdapterConfig, embedding: AdapterTarget, head: AdapterTarget | None
 ) -> dict[str, tuple[int, ...]]:
-    """Return the trained token IDs by module. A list in the config refers to the embedding."""
+    """Return the trained token IDs, keyed by module. A list in the config refers to the embedding."""
     indices = config.token_indices
     if not isinstance(indices, Mapping):
         return {embedding.name: indices}

@@ -142,7 +142,7 @@ def load_head(
 ) -> MultiAdapterHead:
     """Load the LM head, or share the embedding's weight if the config ties them and the checkpoint has no head.
 
-    Like transformers, use the head in the checkpoint even if the config says that weights are tied.
+    Like transformers, use the head in the checkpoint even if weights are tied in the config.
     """
     name, target_name = find_head(weights, prefix), f"{prefix}lm_head"
     size, shard = embedding.weight.shape[1], shard_vocab(weights.process_group, config.vocab_size)

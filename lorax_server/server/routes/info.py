@@ -161,7 +161,7 @@ def _add_tokenizer(router: APIRouter, service: Service) -> None:
 
     @router.post("/detokenize", operation_id="detokenize", response_model=DetokenizeResponse, **common)
     async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
-        """Convert token ids to text."""
+        """Convert token IDs to text."""
         key: Key = request.state.key
         tokenizer, skip_special = service.tokenizers.base, body.skip_special_tokens is not False
         with service.rate_limits.acquire(key):

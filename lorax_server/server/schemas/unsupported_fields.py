@@ -139,7 +139,7 @@ FIELDS_BY_ROUTE = {
 
 
 def reject_unsupported(route: str, unknown: Mapping[str, Any] | None, fields: Mapping[str, Any]) -> list[str]:
-    """Raise for the first unknown field that is unsupported and set. Return the unknown fields of no dialect."""
+    """Raise for the first unknown field that is unsupported and set. Return unknown fields that no dialect defines."""
     ignored = []
     for name, value in (unknown or {}).items():
         field = FIELDS_BY_ROUTE[route].get(name)
@@ -151,7 +151,7 @@ def reject_unsupported(route: str, unknown: Mapping[str, Any] | None, fields: Ma
 
 
 def reject_misplaced(unknown: Mapping[str, Any] | None, parameters: Container[str]) -> None:
-    """Raise if a field of `parameters` is at the top level of the body instead."""
+    """Raise if a field that belongs in `parameters` is at the top level of the body."""
     for name, value in (unknown or {}).items():
         field = FIELDS_BY_ROUTE[GENERATE].get(name)
         if field.is_set(value, {}) if field is not None else name in parameters and bool(value):
