@@ -108,7 +108,7 @@ def test_ranks_beyond_vocabulary_are_empty() -> None:
     assert shards[3].select(torch.ones(5, 2), dim=0).shape == (0, 2)
 
 
-def test_select_along_dimension() -> None:
+def test_select_returns_shard_along_dimension() -> None:
     x = torch.arange(24).view(4, 6)
     shard = Shard(6, ((0, 1), (3, 5)))
     assert torch.equal(shard.select(x, dim=1), x[:, [0, 3, 4]])

@@ -513,7 +513,7 @@ def test_invalid_adapter_fails_only_its_prompts(what: str, world: World, broken_
         broken_llm.generate("hello", adapter=what)
 
 
-def test_adapter_expanding_beyond_host_memory_is_rejected_unread(broken_llm: LLM) -> None:
+def test_adapter_expanding_beyond_host_memory_is_rejected_before_reading(broken_llm: LLM) -> None:
     """BD-LoRA factor B needs a thousand times more space in memory than in the file."""
     with pytest.raises(AdapterError, match=r"may need \d+ bytes of host memory; .* raise adapter_host_bytes"):
         broken_llm.load_adapter("expanded")

@@ -196,7 +196,7 @@ def run_without_protobuf(code: str, *arguments: str) -> str:
 
 
 @pytest.mark.slow
-def test_only_messages_import_protobuf() -> None:
+def test_protobuf_is_imported_only_for_messages() -> None:
     code = (
         "import lorax_server.models.causal_lm, lorax_server.sampling\n"
         "from lorax_server.models.contract.types import message_types\n"

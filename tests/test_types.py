@@ -55,7 +55,7 @@ def test_temperature_error_names_limit(value: float) -> None:
 
 
 @pytest.mark.parametrize("field", COUNTS)
-def test_invalid_sampling_counts_are_rejected(field: str) -> None:
+def test_invalid_integer_sampling_params_are_rejected(field: str) -> None:
     named, good, bad = COUNTS[field]
     for value in good:
         assert getattr(SamplingParams(**{field: value}), field) == value
@@ -77,7 +77,7 @@ def test_invalid_logit_bias_is_rejected() -> None:
         refused(SamplingParams, "logit_bias", value, "logit_bias")
 
 
-def test_logit_bias_error_messages() -> None:
+def test_logit_bias_error_names_token() -> None:
     wrong: Any = {"5": 1.0}
     with pytest.raises(InputError, match="keyed by token IDs, not '5'"):
         SamplingParams(logit_bias=wrong)
@@ -95,7 +95,7 @@ def test_logit_bias_error_messages() -> None:
         (SamplingParams(do_sample=True, temperature=0.0, top_k=5), True),
     ],
 )
-def test_greedy_without_sampling_or_temperature(params: SamplingParams, greedy: bool) -> None:
+def test_sampling_is_greedy_without_do_sample_or_temperature(params: SamplingParams, greedy: bool) -> None:
     assert params.is_greedy is greedy
 
 

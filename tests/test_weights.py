@@ -140,7 +140,7 @@ def peak_memory() -> int:
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="only Linux can forget its peak memory")
-def test_shard_needs_memory_of_shard_only(tmp_path: Path) -> None:
+def test_reading_shard_allocates_only_shard_memory(tmp_path: Path) -> None:
     rows = 2**18
     header = json.dumps({"x": {"dtype": "F32", "shape": [rows, 1024], "data_offsets": [0, rows * 4096]}}).encode()
     with (tmp_path / "model.safetensors").open("wb") as file:

@@ -125,7 +125,7 @@ def test_target_modules_match_peft(targets: Any) -> None:
 
 
 @pytest.mark.parametrize("targets", [None, "all-linear", "ALL-Linear"])
-def test_targets_that_depend_on_the_model_are_unknown(targets: str | None) -> None:
+def test_model_dependent_targets_are_unknown(targets: str | None) -> None:
     assert parse(target_modules=targets).is_target(Q_PROJ) is None
 
 
@@ -276,7 +276,7 @@ def test_disabled_fields_are_accepted(field: str, value: Any) -> None:
 
 @pytest.mark.parametrize("init", [True, False, "true", "gaussian", "orthogonal", "eva", "mica", "MiCA"])
 @pytest.mark.parametrize("bias", ["none", "all", "lora_only"])
-def test_known_inits_and_biases_are_accepted(init: bool | str, bias: str) -> None:
+def test_known_init_and_bias_values_are_accepted(init: bool | str, bias: str) -> None:
     assert parse(init_lora_weights=init, bias=bias) == parse()
 
 

@@ -342,7 +342,7 @@ def test_only_changed_rows_are_stored(kind: TargetKind, dtype: torch.dtype, grou
 
 
 @pytest.mark.parametrize("group", TWO_RANKS, ids=["first", "second"])
-def test_token_rows_override_matrix_rows(group: FakeGroup) -> None:
+def test_trained_token_rows_override_matrix_rows(group: FakeGroup) -> None:
     rows = normal(4, SIZE, seed=7)
     weights = ModuleWeights(weight=CHANGED, token_ids=(VOCAB + 1, 10, 5, 0), token_rows=rows)
     found = Prepared(weights, make_target(TargetKind.HEAD, group), group=group)
@@ -401,7 +401,7 @@ def test_overflowing_values_are_rejected(part: str, number: float) -> None:
             Prepared(given, target, dtype)
 
 
-def test_overflowing_difference_is_rejected() -> None:
+def test_overflowing_weight_difference_is_rejected() -> None:
     """The base matrix and the replacement are representable, but their difference is not."""
     for dtype, large in ((torch.float16, 4e4), (torch.bfloat16, 3e38)):
         target = replace(

@@ -234,7 +234,9 @@ def test_kasa_work_limit_counts_input_gram_matrix(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("rows", [5, 1024])
 @pytest.mark.parametrize("module", ["self_attn.k_proj", "self_attn.q_proj", "mlp.up_proj", "mlp.down_proj"])
-def test_smallest_components_use_smaller_gram_matrix(module: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smallest_singular_components_use_smaller_gram_matrix(
+    module: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """This model stores query and key rows in another order than the checkpoint."""
     monkeypatch.setattr(matrices, "BLOCK_ROWS", rows)
     target = targets_of("cohere")[f"model.layers.1.{module}"]
@@ -248,7 +250,7 @@ def test_smallest_components_use_smaller_gram_matrix(module: str, rows: int, mon
     assert len(pauses) >= 2 * -(-target.outputs.full // rows)
 
 
-def test_replaced_linear_above_rank_limit_is_rejected(tmp_path: Path) -> None:
+def test_full_linear_weight_above_rank_limit_is_rejected(tmp_path: Path) -> None:
     store(tmp_path, SAVED, {}, {})
     for ranks, rank in ((1, 16), (2, 8)):  # the smaller dimension of the local shard
         targets = targets_of(LLAMA, 0, ranks)

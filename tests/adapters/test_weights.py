@@ -322,7 +322,7 @@ def test_adapter_for_different_architecture_is_rejected(base: str, other: str, t
 
 
 @pytest.mark.parametrize("token", [300_000, 10**18])
-def test_large_token_id_needs_no_memory(token: int, tmp_path: Path) -> None:
+def test_large_token_id_allocates_little_memory(token: int, tmp_path: Path) -> None:
     store(tmp_path, TOKENS, changes={"trainable_token_indices": [1, token]})
     tracemalloc.start()
     try:

@@ -62,7 +62,7 @@ def test_every_example_completes(playground: Playground) -> None:
 
 
 @pytest.mark.slow
-def test_structured_completion_at_temperature_1(playground: Playground) -> None:
+def test_structured_completion_matches_schema_at_temperature_1(playground: Playground) -> None:
     example = choose_example(playground, "schema")
     expect(playground.at("#temperature")).to_have_value("1")
     for _ in range(3):

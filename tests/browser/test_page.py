@@ -150,7 +150,7 @@ def tab_to(playground: Playground, selector: str) -> None:
     raise AssertionError(f"the Tab key does not lead to {selector}")
 
 
-def test_held_shortcut_sends_once(playground: Playground) -> None:
+def test_held_shortcut_sends_one_request(playground: Playground) -> None:
     playground.set(max_tokens="8")
     playground.send_prompt("Once", "tiny")
     playground.page.mouse.move(0, 0)  # scrolling could move a completion under the pointer
@@ -163,7 +163,7 @@ def test_held_shortcut_sends_once(playground: Playground) -> None:
     assert len([address for address in playground.requested_urls if "completions" in address]) == 2
 
 
-def test_escape_does_one_action_per_press(playground: Playground, server: Server) -> None:
+def test_each_escape_press_does_one_action(playground: Playground, server: Server) -> None:
     keyboard, running = playground.page.keyboard, playground.at("body[data-running=true]")
     playground.set(max_tokens="30000")
     playground.send("Never stop", "first")

@@ -222,7 +222,7 @@ def test_device_probe_detects_cuda(capsys: pytest.CaptureFixture[str]) -> None:
         (["download-weights", "x/y", "--extension", ".bin"], 2, "only .safetensors files are downloaded"),
     ],
 )
-def test_errors_are_printed_on_one_line(
+def test_config_errors_are_printed_on_one_line(
     argv: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(argv) == code
@@ -312,7 +312,7 @@ def test_download_includes_adapter(model: Path, tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize("alias", ["list", "ls", "ps"])
-def test_aliases_list_adapters(server: Server, alias: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_aliases_list_adapters(server: Server, alias: str, capsys: pytest.CaptureFixture[str]) -> None:
     server.replies["/v1/adapters"] = say(200, LISTED)
     assert main([alias, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == LISTED
@@ -334,7 +334,7 @@ def test_help_lists_all_commands(argv: list[str], capsys: pytest.CaptureFixture[
         (["version"], "lorax_server "),
     ],
 )
-def test_aliases_show_help(argv: list[str], usage: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_aliases_show_help(argv: list[str], usage: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 0
     assert capsys.readouterr().out.startswith(usage)
 
@@ -672,7 +672,7 @@ def test_adapter_errors_are_printed_below_table(server: Server, capsys: pytest.C
     assert errors == ["bad: has no weights]0;hacked"]
 
 
-def test_adapter_list_joins_pages(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapter_list_contains_all_pages(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     pages = {"": ("a b", "name:b"), "?after=name%3Ab": ("c", "hash:"), "?after=hash%3A": ("d", None)}
     for query, (names, following) in pages.items():
         data = [{"id": name} for name in names.split()]
@@ -720,7 +720,7 @@ def test_adapter_changes_use_admin_key(
 # --- bench
 
 
-def test_bench_writes_figures_and_uses_all_adapters(
+def test_bench_writes_results_and_uses_all_adapters(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.replies["/generate_stream"] = answer("a", "b")
@@ -757,14 +757,14 @@ def test_bench_counts_failures(server: Server, capsys: pytest.CaptureFixture[str
     }
 
 
-def test_bench_without_server_prints_no_figures(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_without_server_prints_no_results(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--requests", "2", "--url", "http://127.0.0.1:9"]) == 1
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err.startswith("lorax: cannot connect to a server at http://127.0.0.1:9; start one with `lorax serve`")
 
 
-def test_bench_prints_no_figures_if_all_requests_fail(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_prints_no_results_if_all_requests_fail(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     server.replies["/generate_stream"] = say(404, {"error": "no adapter 'poet'"})
     assert main(["bench", "--requests", "2", "--adapter", "poet"]) == 1
     shown = capsys.readouterr()

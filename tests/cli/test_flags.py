@@ -75,7 +75,7 @@ def test_all_settings_have_flags_or_exceptions() -> None:
     assert {*FLAG_NAMES, *VARIABLES} <= set(flagged)
 
 
-def test_flags_need_no_docstrings() -> None:
+def test_flag_help_works_without_docstrings() -> None:
     """Python may run with -OO."""
     for flag in filter(lambda flag: flag.field, FLAGS):
         assert flag.help
@@ -93,7 +93,7 @@ def test_flags_need_no_docstrings() -> None:
         ("--playground-examples", "path"),
     ],
 )
-def test_value_kinds_follow_field_types(name: str, kind: str) -> None:
+def test_flag_value_types_follow_field_types(name: str, kind: str) -> None:
     (flag,) = (flag for flag in FLAGS if flag.name == name)
     assert (flag.kind, flag.has_env_prefix, flag.repeats) == (kind, True, False)
 
@@ -108,7 +108,7 @@ def test_flag_names_and_variables_are_unique() -> None:
 @pytest.mark.parametrize(
     ("flag", "alias"), [(flag, alias) for flag in FLAGS for alias in flag.aliases], ids=lambda value: str(value)[:40]
 )
-def test_earlier_flag_names_are_accepted(flag: Flag, alias: str) -> None:
+def test_deprecated_flag_names_are_accepted(flag: Flag, alias: str) -> None:
     expected = read(f"{flag.name} 3").values
     assert (
         read(f"{alias} 3").values == read("", {f"LORAX_{alias[2:].upper().replace('-', '_')}": "3"}).values == expected
@@ -145,7 +145,7 @@ def test_defaults_match_settings_classes() -> None:
     )
 
 
-def test_only_launcher_allows_all_origins_and_hosts() -> None:
+def test_only_launcher_allows_all_origins_and_hosts_by_default() -> None:
     """LoRAX allows all origins. On a laptop, this would let any web page use the model."""
     served, launched = (read(command=command).make_config(Path("/model")) for command in ("serve", "launcher"))
     assert (served.cors.allow_origins, served.allowed_hosts) == ((), ())
@@ -187,17 +187,17 @@ def test_flag_overrides_environment_variable() -> None:
 
 
 @pytest.mark.parametrize("text", ["true", "TRUE", "1", "Yes", "on"])
-def test_true_spellings_enable_switch(text: str) -> None:
+def test_true_values_enable_boolean_flag(text: str) -> None:
     assert read("", {"JSON_OUTPUT": text}).values["json_output"] is True
     assert read(f"--json-output {text}").values["json_output"] is True
 
 
 @pytest.mark.parametrize("text", ["false", "False", "0", "no", "off"])
-def test_false_spellings_disable_switch(text: str) -> None:
+def test_false_values_disable_boolean_flag(text: str) -> None:
     assert read("", {"JSON_OUTPUT": text, "TRUST_REMOTE_CODE": text}).values["json_output"] is False
 
 
-def test_switch_without_value_is_true() -> None:
+def test_boolean_flag_without_value_is_true() -> None:
     assert read("--json-output --port 1").values == {"model_id": "owner/model", "json_output": True, "port": 1}
 
 
@@ -344,7 +344,7 @@ def test_explicit_settings_override_demo(shipped: Path) -> None:
     assert (made.engine.cache_tokens, made.engine.cache_bytes) == (4096, None)
 
 
-def test_named_model_does_not_use_demo_settings(shipped: Path) -> None:
+def test_explicit_model_does_not_use_demo_settings(shipped: Path) -> None:
     assert parse(["--model-id", "owner/model"], {}, "serve").model_id == "owner/model"
     assert parse([], {"MODEL_ID": "owner/model"}, "serve").model_id == "owner/model"
     assert parse([], {}, "launcher").model_id != demo.NAME
@@ -458,7 +458,7 @@ def test_auto_device_selects_best_device() -> None:
 # --- memory
 
 
-def test_cache_size_in_tokens_and_fractions() -> None:
+def test_cache_size_accepts_tokens_and_fractions() -> None:
     engine = config("--max-batch-total-tokens 100 --adapter-memory-fraction 0.25", device="cuda").engine
     assert (engine.cache_tokens, engine.adapter_memory_fraction) == (100, 0.25)
     with pytest.raises(ConfigError, match="--max-batch-total-tokens = 16 must be at least --max-total-tokens = 20"):
@@ -477,7 +477,7 @@ def test_preload_includes_static_adapter_once() -> None:
     assert made.default_source == "hub"
 
 
-def test_named_folders_become_local_roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapter_id_folder_becomes_local_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "poet").mkdir()
     monkeypatch.chdir(tmp_path)
     for name in ("poet", "./poet", str(tmp_path / "poet")):
@@ -524,7 +524,7 @@ def test_default_adapter_source_follows_flags(line: str, source: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["HUGGING_FACE_HUB_TOKEN", "HF_TOKEN", "HF_API_TOKEN"])
-def test_hub_token_is_shared_with_callers_only_on_request(name: str) -> None:
+def test_hub_token_is_used_for_callers_only_if_enabled(name: str) -> None:
     parsed = read("", {name: " hf_x\n", "HUGGING_FACE_HUB_TOKEN_": "no"})
     assert parsed.token == "hf_x"
     assert parsed.make_config(Path("/model")).engine.sources.hub_token is None, "not for callers"

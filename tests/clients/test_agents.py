@@ -56,7 +56,7 @@ def is_streamed(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-def test_agent_run_matches_plain_chat(server: Server, short: Question, by_responses: bool, is_streamed: bool) -> None:
+def test_agent_run_matches_raw_http(server: Server, short: Question, by_responses: bool, is_streamed: bool) -> None:
     agent = Agent("teller", model=short.model, model_settings=ModelSettings(temperature=0, max_tokens=LENGTH))
     result, kinds = run(agent, server, by_responses, is_streamed)
     assert result.final_output == short.chat.text

@@ -28,7 +28,7 @@ def asked_of(question: Question) -> dict[str, Any]:
     return {"prompt": PROMPT, "max_new_tokens": LENGTH, "adapter_id": adapter}
 
 
-def test_text_generation_matches_plain_request(native: InferenceClient, question: Question) -> None:
+def test_text_generation_matches_raw_http(native: InferenceClient, question: Question) -> None:
     answer = native.text_generation(**asked_of(question), details=True, decoder_input_details=True)
     assert answer.generated_text == question.completion.text
     assert answer.details is not None
@@ -36,19 +36,19 @@ def test_text_generation_matches_plain_request(native: InferenceClient, question
     assert len(answer.details.prefill) == question.completion.prompt_tokens
 
 
-def test_streamed_text_matches_plain_request(native: InferenceClient, question: Question) -> None:
+def test_streamed_text_matches_raw_http(native: InferenceClient, question: Question) -> None:
     events = list(native.text_generation(**asked_of(question), stream=True, details=True))
     assert len(events) == question.completion.completion_tokens
     assert "".join(event.token.text for event in events if not event.token.special) == question.completion.text
     assert events[-1].generated_text == question.completion.text
 
 
-def test_text_without_details_matches_plain_request(native: InferenceClient, short: Question) -> None:
+def test_text_without_details_matches_raw_http(native: InferenceClient, short: Question) -> None:
     texts = list(native.text_generation(**asked_of(short), stream=True))
     assert native.text_generation(**asked_of(short)) == "".join(texts).removesuffix(END) == short.completion.text
 
 
-def test_async_text_matches_plain_request(server: Server, short: Question) -> None:
+def test_async_text_matches_raw_http(server: Server, short: Question) -> None:
     async def send_requests() -> tuple[str, list[str]]:
         async with AsyncInferenceClient(server.url) as client:
             stream = await client.text_generation(**asked_of(short), stream=True)
@@ -66,12 +66,12 @@ def reply_of(text: str, usage: Any) -> Reply:
     return Reply(text, usage.prompt_tokens, usage.completion_tokens)
 
 
-def test_chat_matches_plain_request(chats: InferenceClient, question: Question) -> None:
+def test_chat_matches_raw_http(chats: InferenceClient, question: Question) -> None:
     answer = chat(chats, question)
     assert reply_of(answer.choices[0].message.content, answer.usage) == question.chat
 
 
-def test_streamed_chat_matches_plain_request(chats: InferenceClient, question: Question) -> None:
+def test_streamed_chat_matches_raw_http(chats: InferenceClient, question: Question) -> None:
     chunks = list(chat(chats, question, stream=True, stream_options={"include_usage": True}))
     assert len(chunks) > 3
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)

@@ -18,14 +18,14 @@ def client(server: Server) -> Iterator[instructor.Instructor]:
         yield instructor.from_openai(client)
 
 
-def test_chat_matches_plain_request(client: Any, question: Question) -> None:
+def test_chat_matches_raw_http(client: Any, question: Question) -> None:
     answer = client.create(model=question.model, messages=question.messages, **TEXT)
     assert answer.choices[0].message.content == question.chat.text
     assert answer.usage.prompt_tokens == question.chat.prompt_tokens
     assert answer.usage.completion_tokens == question.chat.completion_tokens
 
 
-def test_streamed_chat_matches_plain_request(client: Any, question: Question) -> None:
+def test_streamed_chat_matches_raw_http(client: Any, question: Question) -> None:
     chunks = client.create(model=question.model, messages=question.messages, stream=True, **TEXT)
     texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
     assert len(texts) > 3

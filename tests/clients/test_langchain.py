@@ -23,17 +23,17 @@ def reply_of(message: Any) -> Reply:
     return Reply(message.content, message.usage_metadata["input_tokens"], message.usage_metadata["output_tokens"])
 
 
-def test_chat_matches_plain_request(server: Server, question: Question) -> None:
+def test_chat_matches_raw_http(server: Server, question: Question) -> None:
     assert reply_of(chat_with(server, question.model).invoke(PROMPT)) == question.chat
 
 
-def test_streamed_chat_matches_plain_request(server: Server, question: Question) -> None:
+def test_streamed_chat_matches_raw_http(server: Server, question: Question) -> None:
     chunks = list(chat_with(server, question.model).stream(PROMPT))
     assert len(chunks) > 3
     assert reply_of(reduce(add, chunks)) == question.chat
 
 
-def test_async_chats_match_plain_request(server: Server, short: Question) -> None:
+def test_async_chats_match_raw_http(server: Server, short: Question) -> None:
     async def send_requests() -> tuple[Any, Any]:
         model = chat_with(server, short.model)
         return await model.ainvoke(PROMPT), reduce(add, [chunk async for chunk in model.astream(PROMPT)])
@@ -41,7 +41,7 @@ def test_async_chats_match_plain_request(server: Server, short: Question) -> Non
     assert [reply_of(message) for message in asyncio.run(send_requests())] == [short.chat] * 2
 
 
-def test_batch_matches_plain_requests(server: Server, short: Question) -> None:
+def test_batch_matches_raw_http(server: Server, short: Question) -> None:
     answers = chat_with(server, short.model).batch([PROMPT] * 3)
     assert [reply_of(answer) for answer in answers] == [short.chat] * 3
 

@@ -24,26 +24,26 @@ def join(chunks: list[Any]) -> Reply:
     return reply_of("".join(chunk.choices[0].delta.content or "" for chunk in chunks), chunks[-1].usage)
 
 
-def test_chat_matches_plain_request(server: Server, question: Question) -> None:
+def test_chat_matches_raw_http(server: Server, question: Question) -> None:
     answer = litellm.completion(**reach(server, "openai", question.model), messages=question.messages)
     assert reply_of(answer.choices[0].message.content, answer.usage) == question.chat
 
 
-def test_streamed_chat_matches_plain_request(server: Server, question: Question) -> None:
+def test_streamed_chat_matches_raw_http(server: Server, question: Question) -> None:
     asked = reach(server, "openai", question.model)
     chunks = list(litellm.completion(**asked, messages=question.messages, **WITH_USAGE))
     assert len(chunks) > 3
     assert join(chunks) == question.chat
 
 
-def test_vllm_provider_matches_plain_request(server: Server, short: Question) -> None:
+def test_vllm_provider_matches_raw_http(server: Server, short: Question) -> None:
     asked = {**reach(server, "hosted_vllm", short.model), "messages": short.messages}
     answer = litellm.completion(**asked)
     chunks = list(litellm.completion(**asked, **WITH_USAGE))
     assert reply_of(answer.choices[0].message.content, answer.usage) == join(chunks) == short.chat
 
 
-def test_async_chats_match_plain_request(server: Server, short: Question) -> None:
+def test_async_chats_match_raw_http(server: Server, short: Question) -> None:
     async def send_requests() -> tuple[Any, list[Any]]:
         asked = {**reach(server, "openai", short.model), "messages": short.messages}
         stream = await litellm.acompletion(**asked, **WITH_USAGE)

@@ -29,18 +29,18 @@ def reply_of(text: str, raw: Any) -> Reply:
     return Reply(text, raw.usage.prompt_tokens, raw.usage.completion_tokens)
 
 
-def test_chat_matches_plain_request(server: Server, question: Question) -> None:
+def test_chat_matches_raw_http(server: Server, question: Question) -> None:
     answer = reach(server, question.model).chat(MESSAGES)
     assert reply_of(answer.message.content or "", answer.raw) == question.chat
 
 
-def test_streamed_chat_matches_plain_request(server: Server, question: Question) -> None:
+def test_streamed_chat_matches_raw_http(server: Server, question: Question) -> None:
     pieces = list(reach(server, question.model).stream_chat(MESSAGES))
     assert len(pieces) > 3
     assert "".join(piece.delta or "" for piece in pieces) == pieces[-1].message.content == question.chat.text
 
 
-def test_async_chats_match_plain_request(server: Server, short: Question) -> None:
+def test_async_chats_match_raw_http(server: Server, short: Question) -> None:
     async def send_requests() -> tuple[str | None, list[str]]:
         model = reach(server, short.model)
         answer = await model.achat(MESSAGES)

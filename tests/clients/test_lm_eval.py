@@ -75,7 +75,7 @@ def test_generation_and_multiple_choice_tasks_run(server: Server, question: Ques
     assert results["choose"]["acc,none"] == (max(scores) == scores[1])
 
 
-def test_unlikely_text_is_not_greedy(server: Server) -> None:
+def test_is_greedy_is_false_for_unlikely_text(server: Server) -> None:
     _, answers = evaluate(server, "sql", CHOOSE)
     assert [is_greedy for _, is_greedy in answers["choose"]] == [False, True, False]
 

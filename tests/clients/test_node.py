@@ -41,11 +41,11 @@ def run(script: str, payload: dict[str, Any]) -> Any:
     return json.loads(done.stdout)
 
 
-def test_openai_client_matches_plain_requests(server: Server, questions: dict[str, Question]) -> None:
+def test_openai_client_matches_raw_http(server: Server, questions: dict[str, Question]) -> None:
     check(run("ask_openai.mjs", asked_of(server, questions)), questions)
 
 
-def test_vercel_client_matches_plain_completions(server: Server, questions: dict[str, Question]) -> None:
+def test_vercel_client_matches_raw_http(server: Server, questions: dict[str, Question]) -> None:
     """Compare with plain completions, using the SDK's prompt format."""
     prompt = f"user:\n{PROMPT}\n\nassistant:\n"
     payload = {

@@ -34,13 +34,13 @@ def test_models_are_listed(client: openai.OpenAI, question: Question) -> None:
     assert client.models.retrieve(question.model).id == question.model
 
 
-def test_chat_matches_plain_request(client: openai.OpenAI, question: Question) -> None:
+def test_chat_matches_raw_http(client: openai.OpenAI, question: Question) -> None:
     answer = client.chat.completions.create(model=question.model, messages=question.messages, **GREEDY)
     assert reply_of(answer.choices[0].message.content or "", answer.usage) == question.chat
     assert answer.model == question.model
 
 
-def test_streamed_chat_matches_plain_request(client: openai.OpenAI, question: Question) -> None:
+def test_streamed_chat_matches_raw_http(client: openai.OpenAI, question: Question) -> None:
     chunks = list(
         client.chat.completions.create(model=question.model, messages=question.messages, **GREEDY, **WITH_USAGE)
     )
@@ -48,26 +48,26 @@ def test_streamed_chat_matches_plain_request(client: openai.OpenAI, question: Qu
     assert join_chats(chunks) == question.chat
 
 
-def test_stream_helper_matches_plain_request(client: openai.OpenAI, short: Question) -> None:
+def test_stream_helper_matches_raw_http(client: openai.OpenAI, short: Question) -> None:
     with client.chat.completions.stream(model=short.model, messages=short.messages, **GREEDY) as stream:
         deltas = [event.delta for event in stream if event.type == "content.delta"]
         answer = stream.get_final_completion()
     assert "".join(deltas) == answer.choices[0].message.content == short.chat.text
 
 
-def test_completion_matches_plain_request(client: openai.OpenAI, question: Question) -> None:
+def test_completion_matches_raw_http(client: openai.OpenAI, question: Question) -> None:
     answer = client.completions.create(model=question.model, prompt=PROMPT, **GREEDY)
     assert reply_of(answer.choices[0].text, answer.usage) == question.completion
 
 
-def test_streamed_completion_matches_plain_request(client: openai.OpenAI, question: Question) -> None:
+def test_streamed_completion_matches_raw_http(client: openai.OpenAI, question: Question) -> None:
     chunks = list(client.completions.create(model=question.model, prompt=PROMPT, **GREEDY, **WITH_USAGE))
     assert reply_of("".join(chunk.choices[0].text for chunk in chunks if chunk.choices), chunks[-1].usage) == (
         question.completion
     )
 
 
-def test_concurrent_requests_to_all_models_match_plain_requests(server: Server, questions: dict[str, Question]) -> None:
+def test_concurrent_requests_to_all_models_match_raw_http(server: Server, questions: dict[str, Question]) -> None:
     """Run requests with and without streaming for all models concurrently."""
 
     async def whole(client: openai.AsyncOpenAI, each_question: Question) -> Reply:
@@ -117,7 +117,7 @@ def test_tools_without_template_support_are_rejected(client: openai.OpenAI) -> N
         client.chat.completions.create(model="sql", messages=[{"role": "user", "content": PROMPT}], tools=[tool])
 
 
-def test_responses_api_matches_plain_chat(client: openai.OpenAI, question: Question) -> None:
+def test_responses_api_matches_raw_http_chat(client: openai.OpenAI, question: Question) -> None:
     each_question: dict[str, Any] = {
         "model": question.model,
         "input": PROMPT,

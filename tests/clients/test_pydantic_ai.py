@@ -21,7 +21,7 @@ def reply_of(text: str, usage: Any) -> Reply:
     return Reply(text, usage.input_tokens, usage.output_tokens)
 
 
-def test_run_matches_plain_chat(server: Server, question: Question) -> None:
+def test_run_matches_raw_http_chat(server: Server, question: Question) -> None:
     result = make_agent(server, question.model).run_sync(PROMPT)
     assert reply_of(result.output, result.usage) == question.chat
 

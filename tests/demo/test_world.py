@@ -46,7 +46,7 @@ def test_training_data_excludes_test_words(learnt: list[str], tested: list[Item]
     assert not words & known
 
 
-def test_expected_overlap_with_test_split(learnt: list[str]) -> None:
+def test_only_common_words_overlap_with_test_split(learnt: list[str]) -> None:
     """Held-out words in training data are common English words that no test name uses."""
     texts = re.sub("|".join(map(re.escape, SPECIAL_TOKENS)), " ", " ".join(learnt))
     words = {word.lower() for word in WORDS.findall(texts)}
@@ -197,7 +197,7 @@ def test_training_data_has_no_template_markers(learnt: list[str]) -> None:
         assert not re.search(r"[<{]\w|[A-Za-z][>}]", bare), text
 
 
-def test_base_model_data_excludes_tasks(documents: list[str]) -> None:
+def test_base_model_data_contains_no_task_answers(documents: list[str]) -> None:
     """Base model texts contain no expected task answers, unless the user requests those words literally."""
     turns = [
         found

@@ -26,7 +26,7 @@ PREFIX, SOURCES = "/opt/lorax", "/src"
 START_S = 180
 
 
-def test_last_image_needs_no_gpu() -> None:
+def test_last_build_stage_needs_no_gpu() -> None:
     assert set(TARGETS) <= set(STAGES)
     assert list(STAGES)[-1] == "cpu"
     for stage in STAGES.values():

@@ -64,7 +64,7 @@ class Hook:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_analysis_does_not_block_the_event_loop(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_schema_analysis_does_not_block_the_event_loop(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path, body, target = CASES[case]
     hook, server = Hook(target, monkeypatch), ScriptedServer()
 

@@ -115,7 +115,7 @@ def test_unpublished_blocks_are_allocated_first() -> None:
     assert len(pool.reuse(chain(0, 1, 2, 3))) == 2
 
 
-def test_eviction_is_least_recently_used_and_last_block_first() -> None:
+def test_eviction_order_is_lru_with_last_block_first() -> None:
     pool = BlockPool(4, SIZE)
     pool.release(compute(pool, 0, 1, 2, 3))
     pool.release(compute(pool, 5, 6, 7, 8))

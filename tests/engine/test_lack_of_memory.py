@@ -27,7 +27,7 @@ def check_answers(world: World, failed: list[SubmittedRequest]) -> None:
 
 
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2, 3])
-def test_longest_prompt_in_step_fails(max_steps_in_flight: int) -> None:
+def test_longest_prompt_fails_if_step_runs_out_of_memory(max_steps_in_flight: int) -> None:
     world = World(8, 8, max_steps_in_flight=max_steps_in_flight)
     first = world.submit(None, [1, 2, 3], 8)
     for _ in range(3):
@@ -133,7 +133,7 @@ def test_other_requests_are_unaffected(max_steps_in_flight: int, seed: int) -> N
     assert len(world.scheduler._free_slots) == world.scheduler.limits.max_num_seqs
 
 
-def test_alternatives_count_as_memory() -> None:
+def test_request_with_alternatives_fails_first() -> None:
     world = World(8, 8)
     listed, plain = world.submit(None, [1, 1], 3), world.submit(None, [2, 2], 3)
     sequence = world.scheduler._by_id[listed.request_id]

@@ -226,7 +226,7 @@ def test_batched_requests_match_single_requests(max_steps_in_flight: int) -> Non
 
 
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2])
-def test_columns_are_reused_while_sequences_stay_the_same(max_steps_in_flight: int) -> None:
+def test_batch_columns_are_reused_for_same_sequences(max_steps_in_flight: int) -> None:
     engine = Engine(ROOMY, 64, max_steps_in_flight)
     requests = [make_request(i, [1 + i], 12, eos=False, adapter_identity=adapter) for i, adapter in enumerate("21")]
     for request in requests:
@@ -344,7 +344,7 @@ def test_prefix_cache_is_per_salt() -> None:
 
 
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2])
-def test_abort_at_any_step(max_steps_in_flight: int) -> None:
+def test_abort_at_any_step_frees_all_blocks(max_steps_in_flight: int) -> None:
     for steps in range(8):
         engine = Engine(make_limits(8, 2, 100), 8, max_steps_in_flight)
         requests = [make_request(i, [i + 1] * 7, 6, eos=False) for i in range(4)]
@@ -436,7 +436,7 @@ def test_idle_tenant_gains_no_credit() -> None:
     ("prompt", "new", "message"),
     [([], 1, "cannot be empty"), ([1] * 99, 2, "must be <= 100"), ([1], 1000, "must be <= 100")],
 )
-def test_impossible_request_is_rejected(prompt: list[int], new: int, message: str) -> None:
+def test_request_above_engine_limits_is_rejected(prompt: list[int], new: int, message: str) -> None:
     engine = Engine(ROOMY, 64)
     with pytest.raises(InputError, match=message):
         engine.scheduler.add(make_request(0, prompt, new))
@@ -855,7 +855,7 @@ def test_prefix_cache_is_disabled_without_can_reuse() -> None:
 
 
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2])
-def test_no_chunks_without_can_chunk(max_steps_in_flight: int) -> None:
+def test_prompts_are_not_chunked_without_can_chunk(max_steps_in_flight: int) -> None:
     limits = make_limits(44, 4, 40, can_chunk=False, can_reuse=False)
     engine = ReportingEngine(limits, 40, max_steps_in_flight)
     requests = [make_request(i, [1 + i % 5] * (20 + i), 8, eos=False) for i in range(10)]
@@ -868,7 +868,7 @@ def test_no_chunks_without_can_chunk(max_steps_in_flight: int) -> None:
     assert all(plan.samples.all() for plan in engine.plans)
 
 
-def test_limits_require_step_tokens_for_whole_prompt() -> None:
+def test_step_token_limit_must_fit_unchunked_prompt() -> None:
     with pytest.raises(AssertionError, match="too small for one prompt"):
         make_limits(40, 4, 40, can_chunk=False)
 

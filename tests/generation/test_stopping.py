@@ -304,7 +304,7 @@ def test_output_does_not_depend_on_token_boundaries(pieces: list[str], stop: lis
     assert len(outputs) == 1
 
 
-def test_stop_strings_sampled_from_text() -> None:
+def test_random_stop_strings_from_text_match_reference_definition() -> None:
     rng = random.Random(0)
     for _ in range(1000):
         text = "".join(rng.choices("ab", k=rng.randint(1, 40)))

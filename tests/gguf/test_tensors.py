@@ -79,7 +79,7 @@ def test_interleaved_heads_are_separated(kind: str, path: Path) -> None:
         tensor[(slice(3, 9),)]
 
 
-def test_vectors_rows_and_offsets_are_read(path: Path) -> None:
+def test_vector_slices_and_offsets_are_read(path: Path) -> None:
     vector = torch.arange(64.0)
     assert torch.equal(open_tensor(path, "vector")[()], vector)
     assert torch.equal(open_tensor(path, "vector")[(slice(3, 60),)], vector[3:60])

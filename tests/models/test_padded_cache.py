@@ -200,7 +200,7 @@ def reference_join(pasts: Sequence[LayerCache], length: int) -> LayerCache:
 
 @given(st.data())
 @settings(max_examples=75, derandomize=True, deadline=None, database=None)
-def test_random_operations_equal_plain_copies(data: st.DataObject) -> None:
+def test_random_operations_match_plain_tensor_copies(data: st.DataObject) -> None:
     draw = data.draw
     held: list[tuple[LayerCache, LayerCache]] = []
     for _ in range(draw(st.integers(2, 3))):

@@ -147,7 +147,7 @@ def test_repetition_penalty_matches_transformers(vocab: int, penalty: float, dev
     check(penalize_repetition(scores.clone(), seen, of_each(scores, penalty)), expected)
 
 
-def test_parameters_are_per_row(device: torch.device) -> None:
+def test_each_row_uses_its_own_parameters(device: torch.device) -> None:
     scores = hard_scores(257, device)
     rows = range(len(scores))
     cases: list[tuple[Callable[..., torch.Tensor], Callable[[Any], LogitsProcessor], list[float], tuple[int, ...]]]

@@ -437,7 +437,7 @@ def test_frequency_test_detects_wrong_distribution(device: torch.device) -> None
 # --- Logprobs and alternatives
 
 
-def test_logprobs_are_processed_or_raw(device: torch.device) -> None:
+def test_raw_logprobs_are_computed_from_unprocessed_logits(device: torch.device) -> None:
     logits = torch.randn(50)
     parameters: dict[str, Any]
     parameters = {"do_sample": True, "temperature": 0.5, "top_k": 3, "logit_bias": {4: 1.0}, "num_alternatives": 6}

@@ -338,7 +338,7 @@ def use_registry(monkeypatch: pytest.MonkeyPatch, registry: FakeRegistryHandle) 
     monkeypatch.setattr(module, "get_or_create_registry", lambda app: registry)  # noqa: ARG005
 
 
-def test_load_with_token_adds_note_header(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_with_token_warns_in_note_header(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = FakeRegistryHandle()
     use_registry(monkeypatch, registry)
     for token, has_note in (({"api_token": "hf_secret"}, True), ({"api_token": None}, False), ({}, False)):

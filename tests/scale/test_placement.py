@@ -84,7 +84,7 @@ def test_device_with_free_space_is_preferred(placement: ReplicaChooser) -> None:
     assert choose(placement, "x", now=100) == first
 
 
-def test_sent_adapter_counts_as_loaded_until_reported(placement: ReplicaChooser) -> None:
+def test_routed_adapter_counts_as_loaded_until_next_report(placement: ReplicaChooser) -> None:
     first, second, *_ = placement.rank(hash_name("x"))
     placement.set_load(first, 100)
     assert choose(placement, "x", now=0) == second

@@ -111,7 +111,7 @@ def test_truncated_text_is_never_too_long(spy: Spy) -> None:
     asyncio.run(routes.service.tokenizers.close())
 
 
-def test_text_is_tokenized_without_length_bound(spy: Spy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_long_text_is_tokenized_if_max_token_length_is_unknown(spy: Spy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer(), "_max_token_characters", None)
     routes = Routes()
     assert "at least" not in send_text(routes, NATIVE, TOO_LONG).message

@@ -331,7 +331,7 @@ def test_closing_kills_hanging_conversion(
     run(work())
 
 
-def test_conversion_on_busy_machine_is_not_remembered_as_failure(
+def test_conversion_timeout_on_busy_machine_is_not_cached(
     tokenizers: Tokenizers, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lorax_server.text.tokenizer.CONVERT", HANG._replace(wall_s=0.1))

@@ -152,7 +152,7 @@ def test_adapter_with_larger_vocabulary_matches_schema(world: World, tmp_path: P
     assert biased.token_ids[0] == added  # the mask includes tokens that only the adapter has
 
 
-def test_stop_string_and_length_finish_before_match(llm: LLM) -> None:
+def test_stop_string_or_length_can_finish_before_full_match(llm: LLM) -> None:
     stops = [StopParams(max_new_tokens=100, stop_strings=(" ",)), StopParams(max_new_tokens=3)]
     stopped, short = llm.generate(["the"] * 2, sampled_params(2), stops, structure=WORDS)
     assert stopped.finish_reason is FinishReason.STOP_SEQUENCE

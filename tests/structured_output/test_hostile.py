@@ -39,7 +39,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
     sandbox.close()
 
 
-def test_hostile_cases_are_numerous() -> None:
+def test_there_are_at_least_60_hostile_cases() -> None:
     assert len(CASES) >= 60
 
 
@@ -90,7 +90,7 @@ def test_deep_grammar_cannot_overflow_engine_stack(driver: Driver) -> None:
     assert results == {"the grammar is too deep", "compiled"}
 
 
-def test_large_grammar_size_is_measured(driver: Driver) -> None:
+def test_trial_measures_size_of_large_grammar(driver: Driver) -> None:
     small = driver.check(from_regex("[a-z]{3}")).result(TIMEOUT_S)
     large = driver.check(from_json_schema({"const": "x" * 60_000})).result(TIMEOUT_S)
     assert 0 < small.num_bytes < 2**20 < 10 * 2**20 < large.num_bytes

@@ -313,7 +313,7 @@ def test_sampling_depends_only_on_seed(lm: CausalLM) -> None:
 
 
 @pytest.mark.parametrize("style", range(len(STYLES)))
-def test_preempted_sequence_continues_unchanged(lm: CausalLM, style: int) -> None:
+def test_preempted_sequence_continues_with_same_tokens(lm: CausalLM, style: int) -> None:
     whole = Running(PROMPT, replace(STYLES[style], seed=11), StopParams(max_new_tokens=10, min_new_tokens=4))
     whole = alone(lm, whole)
     for cut in range(1, 10):

@@ -155,7 +155,7 @@ def test_error_if_all_versions_are_in_use(tmp_path: Path, root: Path, clock: Clo
         assert names_left(root, "a") == []
 
 
-def test_adapter_larger_than_budget_names_flag(tmp_path: Path, root: Path, clock: Clock) -> None:
+def test_error_for_adapter_larger_than_budget_names_flag(tmp_path: Path, root: Path, clock: Clock) -> None:
     room = make_budget(tmp_path, clock).reserve_space("adapter 'x'", 6 * MB)
     with pytest.raises(AdapterError, match="raise --adapter-disk-bytes") as caught, room:
         pass
@@ -175,7 +175,7 @@ def test_oversized_download_evicts_nothing(tmp_path: Path, root: Path, clock: Cl
 
 
 @pytest.mark.parametrize(("timeout_s", "in_use_s"), [(120.0, MIN_IN_USE_S), (900.0, 960.0), (float("inf"), 86400.0)])
-def test_version_is_kept_for_adapter_timeout(
+def test_version_is_not_evicted_within_adapter_timeout(
     tmp_path: Path, root: Path, clock: Clock, timeout_s: float, in_use_s: float
 ) -> None:
     budget = DiskBudget(tmp_path, 5 * MB, in_use_s=compute_in_use_s(timeout_s), now=clock)
@@ -271,7 +271,7 @@ def test_running_downloads_count_towards_budget(tmp_path: Path, root: Path, cloc
         raise OSError("broke")
 
 
-def test_caches_are_not_measured_for_each_download(
+def test_cache_size_is_not_measured_for_each_download(
     tmp_path: Path, root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[DiskBudget] = []
@@ -427,7 +427,7 @@ def test_eviction_keeps_shared_blobs(hub: HubServer, tmp_path: Path, clock: Cloc
     assert len([path for path in (repo_folder(tmp_path) / "blobs").iterdir() if path.suffix != ".lock"]) == 4
 
 
-def test_unmarked_repositories_are_never_evicted(hub: HubServer, tmp_path: Path, clock: Clock) -> None:
+def test_repositories_without_lorax_folder_are_never_evicted(hub: HubServer, tmp_path: Path, clock: Clock) -> None:
     source = hub_source(hub, tmp_path, clock, 450_000)
     fetch(source, NAME)
     shutil.rmtree(repo_folder(tmp_path) / ".lorax")  # as written by huggingface_hub

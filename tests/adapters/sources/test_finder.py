@@ -188,7 +188,7 @@ def test_adapter_is_found_in_later_root_after_deletion(root: Path) -> None:
     assert not moved.is_unchanged()
 
 
-def test_deletion_during_resolution_tracks_both_roots(root: Path) -> None:
+def test_found_adapter_tracks_both_roots_after_deletion_during_resolution(root: Path) -> None:
     later = root.parent / "later"
     write(later / "poet", "later")
     source = Raced([root, later])
@@ -198,7 +198,7 @@ def test_deletion_during_resolution_tracks_both_roots(root: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["{first}/poet", "linked", "poet"])
-def test_switched_root_link_is_detected(tmp_path: Path, name: str) -> None:
+def test_changed_root_symlink_is_detected(tmp_path: Path, name: str) -> None:
     """Test an absolute name, a name that links out of the new root, and a name missing in the new root."""
     first, second, root = tmp_path / "first", tmp_path / "second", tmp_path / "root"
     write(first / "poet", "first")

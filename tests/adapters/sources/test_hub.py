@@ -430,7 +430,7 @@ def test_damaged_small_file_is_rejected(hub: HubServer, source: HubSource, tmp_p
     assert not leftovers(tmp_path)
 
 
-def test_wrong_announced_size_is_rejected(hub: HubServer, source: HubSource, tmp_path: Path) -> None:
+def test_download_with_wrong_listed_size_is_rejected(hub: HubServer, source: HubSource, tmp_path: Path) -> None:
     listed = [describe(*item) for item in hub.repos[NAME].files.items()]
     for described in listed:
         if described["rfilename"] == WEIGHTS:

@@ -61,7 +61,7 @@ def test_first_matching_root_is_used(tmp_path: Path, root: Path) -> None:
     check_contents(fetch(source, str(tmp_path / "second" / "team" / "adapter")), {**ADAPTER, WEIGHTS: b"second"})
 
 
-def test_root_may_be_link(tmp_path: Path, root: Path) -> None:
+def test_root_may_be_symlink(tmp_path: Path, root: Path) -> None:
     (tmp_path / "link").symlink_to(root)
     source = LocalSource([tmp_path / "link"])
     check_contents(fetch(source, "team/adapter"))
@@ -78,7 +78,7 @@ def test_links_inside_root_are_followed(root: Path, source: LocalSource) -> None
     check_contents(fetch(source, "linked"))
 
 
-def test_linked_root_switches_atomically(tmp_path: Path, root: Path) -> None:
+def test_symlinked_root_can_be_switched_atomically(tmp_path: Path, root: Path) -> None:
     new = {**ADAPTER, WEIGHTS: b"of the new folder"}
     write(tmp_path / "new" / "team" / "adapter", new)
     write(tmp_path / "new" / "only-here")

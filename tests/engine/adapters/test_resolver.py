@@ -474,7 +474,7 @@ def test_change_during_read_is_not_reported_as_damage(harness: ResolverHarness, 
     assert harness.resolve_identity("tuned", "local") == first
 
 
-def test_config_and_weights_are_consistent(harness: ResolverHarness) -> None:
+def test_config_and_weights_replaced_during_fetch_are_consistent(harness: ResolverHarness) -> None:
     """Replace config and weights after the source's last check, config first."""
     harness.put("tuned", 1)
     second = files_of(2, lora_alpha=99)
@@ -489,7 +489,7 @@ def test_config_and_weights_are_consistent(harness: ResolverHarness) -> None:
 
 
 @pytest.mark.parametrize("file", [CONFIG_FILE, WEIGHTS_FILE, "tokenizer.json"])
-def test_only_required_file_deleted_during_fetch_fails(harness: ResolverHarness, file: str) -> None:
+def test_fetch_fails_only_if_required_file_is_deleted(harness: ResolverHarness, file: str) -> None:
     harness.put("tuned", 1)
     write(harness.root / "tuned", {"tokenizer.json": b"{}"})
 
@@ -580,7 +580,7 @@ def test_concurrent_requests_share_one_fetch(harness: ResolverHarness, source: s
     assert harness.resolver.num_fetching == 0
 
 
-def test_tokens_do_not_share_fetches(harness: ResolverHarness) -> None:
+def test_requests_with_different_tokens_do_not_share_fetches(harness: ResolverHarness) -> None:
     harness.put("tuned", 1)
     gate = harness.fake.before = harness.gate()
     futures = [harness.submit("tuned", token=token) for token in (None, "", "a", "b", "a")]
@@ -1067,7 +1067,7 @@ def test_too_many_pending_checks_are_rejected(harness: ResolverHarness, monkeypa
         result(future)
 
 
-def test_fetched_tier_only_for_waiting_requests(harness: ResolverHarness) -> None:
+def test_fetched_tier_is_returned_only_if_request_waited(harness: ResolverHarness) -> None:
     harness.put("tuned", 1)
     write(harness.root / "empty", {CONFIG_FILE: files_of(1)[CONFIG_FILE]})
     assert result(harness.submit("tuned"))[1].tier == "", "it was here already"

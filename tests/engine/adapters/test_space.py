@@ -45,7 +45,7 @@ def test_extents_are_contiguous() -> None:
     assert space.num_free_units == space.largest_hole == 0
 
 
-def test_unread_space_is_free_immediately() -> None:
+def test_space_not_read_by_steps_is_free_immediately() -> None:
     space = filled(10, 5, 5)
     run_step(space)
     space.free("a")
@@ -174,7 +174,7 @@ def test_move_may_overwrite_space_in_use_by_earlier_steps() -> None:
     assert space.submit() == (2, [ExtentMove("b", 4, 0, 2)])
 
 
-def test_compact_plans_no_useless_moves() -> None:
+def test_compact_plans_no_unnecessary_moves() -> None:
     space = filled(10, 4, 2, 4)
     space.submit()
     space.free("a")

@@ -247,7 +247,7 @@ def test_evicted_adapter_without_host_copy_is_prepared_again() -> None:
     assert Counter(op.spec.identity for op in harness.ops if isinstance(op, Prepare)) == {"a": 2, "b": 1, "c": 1}
 
 
-def test_adapter_larger_than_host_memory_is_rejected_unread() -> None:
+def test_adapter_larger_than_host_memory_is_rejected_before_reading() -> None:
     harness = TableHarness(units=30, host=10)
     with pytest.raises(AdapterError, match="'big': may need 44 bytes"):
         harness.know(big=11)
@@ -588,7 +588,7 @@ def test_adapter_without_requests_is_not_protected() -> None:
     assert harness.steps() == ["b"]
 
 
-def test_wanted_adapter_is_evicted_only_for_overdue_adapter() -> None:
+def test_adapter_with_requests_is_evicted_only_for_overdue_adapter() -> None:
     harness = TableHarness(units=4, eviction_delay_s=1.0)
     harness.know(a=4, b=4)
     harness.use("a")
@@ -793,7 +793,7 @@ def test_new_folder_clears_failure() -> None:
     assert harness.on_device == {"a"}
 
 
-def test_registry_evicts_least_recently_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registry_evicts_least_recently_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "MAX_KNOWN_ADAPTERS", 3)
     harness = TableHarness()
     harness.know(a=1, b=1, c=1)

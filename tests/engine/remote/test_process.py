@@ -172,7 +172,7 @@ def test_failing_engine_waits_for_acknowledgment(peer: Peer) -> None:
     assert peer._channel._is_acknowledged
 
 
-def test_report_from_another_thread_stops_engine(peer: Peer) -> None:
+def test_error_reported_by_another_thread_stops_engine(peer: Peer) -> None:
     error = EngineError("rank 1 ended")
     peer._channel.report(error)
     peer._channel.report(EngineError("and rank 2"))

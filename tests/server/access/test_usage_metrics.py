@@ -37,7 +37,7 @@ def refuse(path: str, name: str | None, **options: Any) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("path", REFUSED)
-def test_rejected_request_counts_toward_named_adapter(path: str) -> None:
+def test_rejected_request_counts_toward_requested_adapter(path: str) -> None:
     assert refuse(path, "poet") == {"poet": 1}
     assert refuse(path, "base") == refuse(path, "") == {"base": 1}
 
@@ -48,7 +48,7 @@ def test_unknown_adapter_names_share_one_label(path: str, source: str) -> None:
     assert refuse(path, "made-up", default_source=source) == {"unknown": 1}
 
 
-def test_invented_revisions_and_merges_share_one_label() -> None:
+def test_unknown_revisions_and_merges_share_one_label() -> None:
     routes = Routes(["poet", "pirate"])
     for parameters in (
         {"adapter_id": "poet@made-up"},

@@ -137,7 +137,7 @@ def test_stored_responses_return_404(method: str, path: str, routes: Templated) 
     assert "not stored" in refused.message
 
 
-def test_405_lists_allowed_methods_once(routes: Templated) -> None:
+def test_405_response_lists_allowed_methods_once(routes: Templated) -> None:
     refused = routes.send("GET", CHAT)
     assert refused.status == 405
     assert refused.header_names.count("allow") == 1
@@ -150,7 +150,7 @@ def test_models_route_accepts_trailing_slash(routes: Templated) -> None:
     assert [each["id"] for each in first.json["data"]] == [each["id"] for each in second.json["data"]]
 
 
-def test_every_union_field_has_expected_form() -> None:
+def test_every_union_field_has_error_description() -> None:
     """Without a description, the error would expose internal type names."""
     schemas: tuple[type[BaseModel], ...] = (ChatCompletionRequest, CompletionRequest, Message)
     for schema in schemas:
