@@ -91,7 +91,7 @@ def test_targets_keep_table_order(arena: AdapterArena) -> None:
 
 
 # By adapter: targets with low-rank factors, vectors and rows.
-HAS = {
+TARGET_FLAGS = {
     1: ({"gate"}, {"norm"}, set()),
     2: ({"up"}, {"up"}, set()),
     3: ({"embed"}, set(), {"embed"}),
@@ -105,7 +105,9 @@ HAS = {
 )
 def test_target_flags_reflect_batch_adapters(indices: list[int], arena: AdapterArena) -> None:
     data = adapter_batch(indices, arena)
-    low_rank, vectors, rows = (set().union(*(HAS[index][kind] for index in indices if index)) for kind in range(3))
+    low_rank, vectors, rows = (
+        set().union(*(TARGET_FLAGS[index][kind] for index in indices if index)) for kind in range(3)
+    )
     for name, target in TARGETS.items():
         found = data.find_targets([target])
         assert data.lora.has_low_rank(found) == (name in low_rank)

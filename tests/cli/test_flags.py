@@ -31,7 +31,7 @@ LORAX_FLAGS = re.findall(
 """,
 )
 SAMPLES = {"text": "x", "integer": "100", "number": "0.5", "size": "4K", "switch": "true", "path": "/x"}
-FITTING = {
+VALID_VALUES = {
     **dict.fromkeys(("--source", "--adapter-source", "--default-adapter-source", "--preloaded-adapter-source"), "hub"),
     "--dtype": "float16", "--quantize": "fp8-kv", "--device": "cpu", "--log-level": "debug", "--watermark-delta": "2",
     "--embedding-dim": "", "--trust-remote-code": "false", "--sharded": "false", "--cors-allow-credentials": "false",
@@ -120,7 +120,7 @@ def test_deprecated_flag_names_are_accepted(flag: Flag, alias: str) -> None:
 @pytest.mark.parametrize("command", ["serve", "launcher"])
 def test_all_flags_can_be_set(flag: Flag, command: str) -> None:
     """A flag and its environment variable have the same effect: a warning, or a new field value."""
-    text = FITTING.get(flag.name, SAMPLES[flag.kind])
+    text = VALID_VALUES.get(flag.name, SAMPLES[flag.kind])
     base = [] if flag.name == "--model-id" else ["--model-id", "owner/model"]
     parsed = parse([*base, flag.name, text], {}, command)
     assert bool(parsed.warnings) == bool(flag.ignored_reason)
@@ -313,7 +313,7 @@ def test_serve_and_launcher_have_different_defaults() -> None:
 
 
 @pytest.fixture
-def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def demo_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Make a folder that the settings accept as demo model."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
@@ -321,7 +321,7 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_demo_model_is_the_default(shipped: Path) -> None:
+def test_demo_model_is_the_default(demo_folder: Path) -> None:
     parsed = parse([], {}, "serve")
     made = parsed.make_config(Path("/model"))
     assert made.model_id == "lorax-demo"
@@ -335,16 +335,16 @@ def test_demo_model_is_the_default(shipped: Path) -> None:
     assert on_gpu.engine.model.device == "cuda"
 
 
-def test_explicit_settings_override_demo(shipped: Path) -> None:
+def test_explicit_settings_override_demo(demo_folder: Path) -> None:
     line = "--adapters-dir /mine --hub true --adapter-bytes 1G --max-batch-total-tokens 4096 -p 8080"
-    made = parse(line.split(), {}, "serve").make_config(shipped / "model")
+    made = parse(line.split(), {}, "serve").make_config(demo_folder / "model")
     assert made.adapters_dir == Path("/mine")
     assert made.engine.sources.hub
     assert made.engine.adapter_bytes == 2**30
     assert (made.engine.cache_tokens, made.engine.cache_bytes) == (4096, None)
 
 
-def test_explicit_model_does_not_use_demo_settings(shipped: Path) -> None:
+def test_explicit_model_does_not_use_demo_settings(demo_folder: Path) -> None:
     assert parse(["--model-id", "owner/model"], {}, "serve").model_id == "owner/model"
     assert parse([], {"MODEL_ID": "owner/model"}, "serve").model_id == "owner/model"
     assert parse([], {}, "launcher").model_id != demo.NAME
@@ -352,13 +352,13 @@ def test_explicit_model_does_not_use_demo_settings(shipped: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["--revision main", "--source s3", "--weights-cache-override /somewhere"])
-def test_model_flags_require_model_id(shipped: Path, line: str) -> None:
+def test_model_flags_require_model_id(demo_folder: Path, line: str) -> None:
     with pytest.raises(ConfigError, match=r"--model-id is missing.*--model-id Qwen/"):
         parse(line.split(), {}, "serve")
 
 
-def test_missing_demo_model_is_reported(shipped: Path) -> None:
-    (shipped / "model" / "config.json").unlink()
+def test_missing_demo_model_is_reported(demo_folder: Path) -> None:
+    (demo_folder / "model" / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"--model-id is missing.*does not include the demo model"):
         parse([], {}, "serve")
 

@@ -7,7 +7,7 @@ import instructor
 import openai
 import pytest
 
-from tests.clients.conftest import LENGTH, NOBODY, Question, Server
+from tests.clients.conftest import LENGTH, UNKNOWN_MODEL, Question, Server
 
 TEXT: dict[str, Any] = {"response_model": None, "temperature": 0, "max_tokens": LENGTH}
 
@@ -32,12 +32,12 @@ def test_streamed_chat_matches_raw_http(client: Any, question: Question) -> None
     assert "".join(texts) == question.chat.text
 
 
-def test_client_can_be_created_from_provider_name(server: Server, short: Question) -> None:
-    client = instructor.from_provider(f"openai/{short.model}", base_url=server.v1, api_key="none")
-    answer: Any = client.create(messages=short.messages, **TEXT)
-    assert answer.choices[0].message.content == short.chat.text
+def test_client_can_be_created_from_provider_name(server: Server, shortest_question: Question) -> None:
+    client = instructor.from_provider(f"openai/{shortest_question.model}", base_url=server.v1, api_key="none")
+    answer: Any = client.create(messages=shortest_question.messages, **TEXT)
+    assert answer.choices[0].message.content == shortest_question.chat.text
 
 
 def test_unknown_model_raises_client_error(client: Any, questions: dict[str, Question]) -> None:
-    with pytest.raises(openai.NotFoundError, match=NOBODY):
-        client.create(model=NOBODY, messages=questions["sql"].messages, **TEXT)
+    with pytest.raises(openai.NotFoundError, match=UNKNOWN_MODEL):
+        client.create(model=UNKNOWN_MODEL, messages=questions["sql"].messages, **TEXT)

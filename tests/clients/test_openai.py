@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.clients.conftest import LENGTH, NOBODY, PROMPT, Question, Reply, Server
+from tests.clients.conftest import LENGTH, PROMPT, UNKNOWN_MODEL, Question, Reply, Server
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": LENGTH}
 WITH_USAGE: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
@@ -48,11 +48,13 @@ def test_streamed_chat_matches_raw_http(client: openai.OpenAI, question: Questio
     assert join_chats(chunks) == question.chat
 
 
-def test_stream_helper_matches_raw_http(client: openai.OpenAI, short: Question) -> None:
-    with client.chat.completions.stream(model=short.model, messages=short.messages, **GREEDY) as stream:
+def test_stream_helper_matches_raw_http(client: openai.OpenAI, shortest_question: Question) -> None:
+    with client.chat.completions.stream(
+        model=shortest_question.model, messages=shortest_question.messages, **GREEDY
+    ) as stream:
         deltas = [event.delta for event in stream if event.type == "content.delta"]
         answer = stream.get_final_completion()
-    assert "".join(deltas) == answer.choices[0].message.content == short.chat.text
+    assert "".join(deltas) == answer.choices[0].message.content == shortest_question.chat.text
 
 
 def test_completion_matches_raw_http(client: openai.OpenAI, question: Question) -> None:
@@ -100,14 +102,14 @@ def test_unknown_model_raises_client_error(
 ) -> None:
     messages = questions["sql"].messages
     for options in ({}, WITH_USAGE):
-        with pytest.raises(openai.NotFoundError, match=NOBODY):
-            client.chat.completions.create(model=NOBODY, messages=messages, **options)
+        with pytest.raises(openai.NotFoundError, match=UNKNOWN_MODEL):
+            client.chat.completions.create(model=UNKNOWN_MODEL, messages=messages, **options)
 
     async def send_requests() -> None:
         async with openai.AsyncOpenAI(base_url=server.v1, api_key="none", max_retries=0) as other:
-            await other.chat.completions.create(model=NOBODY, messages=messages)
+            await other.chat.completions.create(model=UNKNOWN_MODEL, messages=messages)
 
-    with pytest.raises(openai.NotFoundError, match=NOBODY):
+    with pytest.raises(openai.NotFoundError, match=UNKNOWN_MODEL):
         asyncio.run(send_requests())
 
 

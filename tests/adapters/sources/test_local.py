@@ -9,7 +9,7 @@ import pytest
 from lorax_server.adapters.sources.local import LocalSource, normalize_local_name
 from lorax_server.errors import AdapterError, AdapterNotFoundError, SourceError
 from lorax_server.server.access.folder_watcher import find_adapters
-from tests.adapters.sources.adapters import ADAPTER, OTHERS, WEIGHTS, check_contents, fetch
+from tests.adapters.sources.adapters import ADAPTER, UNRELATED_FILES, WEIGHTS, check_contents, fetch
 
 CONFIG = "adapter_config.json"
 TEMPLATES = "additional_chat_templates"
@@ -27,7 +27,7 @@ def write(folder: Path, files: dict[str, bytes] = ADAPTER) -> Path:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    write(tmp_path / "root" / "team" / "adapter", ADAPTER | OTHERS)
+    write(tmp_path / "root" / "team" / "adapter", ADAPTER | UNRELATED_FILES)
     return tmp_path / "root"
 
 
