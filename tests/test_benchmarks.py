@@ -12,7 +12,7 @@ import pytest
 from lorax_server.engine import engine
 from lorax_server.llm import LLM
 from lorax_server.types import SamplingParams, StopParams
-from tests.forks import run_apart
+from tests.forks import run_in_process
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 SCRIPTS = sorted(FOLDER.glob("*.py"))
@@ -76,7 +76,7 @@ def test_structured_output_is_measured_with_tiny_model(
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_every_script_prints_help(script: Path, forks: ForkServerContext, tmp_path: Path) -> None:
-    exit_code, printed = run_apart(forks, tmp_path, print_help, script)
+    exit_code, printed = run_in_process(forks, tmp_path, print_help, script)
     assert exit_code == 0, printed
     assert "--json FILE" in printed
 

@@ -228,7 +228,7 @@ def test_shares_count_active_tenants_only() -> None:
 # --- Random operations ------------------------------------------------------------------------------------------------
 
 
-class Machine(RuleBasedStateMachine):
+class FairnessStateMachine(RuleBasedStateMachine):
     """Requests from several tenants with enough blocks and tokens, so that only slots are shared."""
 
     @initialize(max_steps_in_flight=st.integers(1, 2), slots=st.integers(1, 5), weight=st.sampled_from([0.2, 1.0, 2.5]))
@@ -293,5 +293,5 @@ class Machine(RuleBasedStateMachine):
         assert not queue._waiting
 
 
-TestMachine = Machine.TestCase
+TestMachine = FairnessStateMachine.TestCase
 TestMachine.settings = settings(max_examples=25, stateful_step_count=25, derandomize=True, deadline=None, database=None)

@@ -173,7 +173,7 @@ def test_simulated_cluster_hits_adapters_and_balances_load(cluster: Cluster, req
     assert outcome.hits > 0.95
     assert outcome.load_spread < 1.3
     before = ours.owners()
-    gone = set(ours.leave(0.1))
+    gone = set(ours.remove_replicas(0.1))
     assert all(owner == before[name] for name, owner in ours.owners().items() if before[name] not in gone)
     chance = Simulation(cluster, is_random=True)
     chance.warm_up()
