@@ -314,7 +314,7 @@ def test_base_tokenizer_runs_inline_only_for_short_texts(
 def test_closing_kills_hanging_conversion(
     tokenizers: Tokenizers, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lorax_server.text.tokenizer.CONVERT", HANG)
+    monkeypatch.setattr("lorax_server.text.tokenizer.CONVERT_TASK", HANG)
 
     async def work() -> None:
         slow = asyncio.create_task(tokenizers.find(with_own_vocabulary(tmp_path, tokenizer_class="LlamaTokenizer")))
@@ -334,7 +334,7 @@ def test_closing_kills_hanging_conversion(
 def test_conversion_timeout_on_busy_machine_is_not_cached(
     tokenizers: Tokenizers, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lorax_server.text.tokenizer.CONVERT", HANG._replace(wall_s=0.1))
+    monkeypatch.setattr("lorax_server.text.tokenizer.CONVERT_TASK", HANG._replace(wall_s=0.1))
 
     async def work() -> None:
         adapter = with_own_vocabulary(tmp_path, tokenizer_class="LlamaTokenizer")

@@ -24,7 +24,7 @@ from lorax_server.structured_output.vocabulary import (
     Vocabulary,
     VocabularyCache,
 )
-from lorax_server.text.token_table import MAX_IDS, make_token_table
+from lorax_server.text.token_table import MAX_TOKEN_IDS, make_token_table
 from lorax_server.text.tokenizer import load_tokenizer
 from lorax_server.types import Request, SamplingParams, StopParams, TokenTable
 from tests.models.tiny import SERVED, make_model, make_tokenizer, save
@@ -476,7 +476,7 @@ def test_vocabulary_in_use_is_always_found(driver: Driver) -> None:
 
 def test_sparse_token_ids_are_rejected(driver: Driver) -> None:
     with pytest.raises(NotSupportedError, match="token ids below"):
-        make_token_table(driver.tokenizer.detokenizer, MAX_IDS + 1)
+        make_token_table(driver.tokenizer.detokenizer, MAX_TOKEN_IDS + 1)
 
 
 def test_padded_step_waits_for_its_masks(driver: Driver) -> None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from lorax_server.errors import BusyError, TemplateError
 from lorax_server.sandbox.sandbox import Sandbox
 from lorax_server.sandbox.task import MAX_ERROR_CHARACTERS, SandboxTask
-from lorax_server.text.chat_template import MAX_CHARACTERS, REJECT_S, RENDER, ChatTemplate, TemplateRenderer
+from lorax_server.text.chat_template import MAX_CHARACTERS, REJECT_S, RENDER_TASK, ChatTemplate, TemplateRenderer
 from tests.test_imports import imported_by
 from tests.text.sandbox_workers import find_workers, wait_until_busy
 
@@ -24,7 +24,7 @@ SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 HI = [{"role": "user", "content": "Hi"}]
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 LONG_S = 120.0  # for renders that must succeed, however busy the machine
-PATIENT = RENDER._replace(cpu_s=LONG_S, wall_s=LONG_S)
+PATIENT = RENDER_TASK._replace(cpu_s=LONG_S, wall_s=LONG_S)
 IMPATIENT = PATIENT._replace(cpu_s=0.2)  # for endless templates
 _T = TypeVar("_T")
 
