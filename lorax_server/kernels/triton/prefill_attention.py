@@ -289,12 +289,13 @@ def _prefill_kernel(
         if HAS_WINDOW:
             acc, total, max_score = _attend(
                 query, query_scale, slope, acc, total, max_score, keys, values, table, query_pos, first, unmasked, end,
-                window, inner, scale, True, HAS_WINDOW, HAS_CAP, HAS_SLOPES, IS_RESCALED, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM,
-                KEYS,
+                window, inner, scale, True, HAS_WINDOW, HAS_CAP, HAS_SLOPES, IS_RESCALED, NUM_KV_HEADS, BLOCK_SIZE,
+                HEAD_DIM, KEYS,
             )  # fmt: skip
         acc, total, max_score = _attend(
             query, query_scale, slope, acc, total, max_score, keys, values, table, query_pos, unmasked, edge, end,
-            window, inner, scale, False, HAS_WINDOW, HAS_CAP, HAS_SLOPES, IS_RESCALED, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, KEYS,
+            window, inner, scale, False, HAS_WINDOW, HAS_CAP, HAS_SLOPES, IS_RESCALED, NUM_KV_HEADS, BLOCK_SIZE,
+            HEAD_DIM, KEYS,
         )  # fmt: skip
     acc, total, max_score = _attend(
         query, query_scale, slope, acc, total, max_score, keys, values, table, query_pos, edge, end, end, window, inner,
