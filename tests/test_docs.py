@@ -34,6 +34,8 @@ NOT_YET_ON_A_GPU = {  # of the kinds of adapters: their figure is still to be me
     *("KaSA", "IA3", "IA3 on the head", "IA3 with modules_to_save", "VeRA", "VeRA on the head"),
     *("VeRA without its projections", "LN tuning", "LN tuning of other modules", "modules_to_save: linears"),
     *("modules_to_save: norms of heads", "ensure_weight_tying with rank_pattern"),
+    *("LoRA on experts", "LoRA on experts with rsLoRA", "LoRA on experts with rank_pattern and alpha_pattern"),
+    *("LoRA on modules of each expert", "LoRA on the router", "modules_to_save: router"),
 }
 
 
@@ -107,7 +109,7 @@ def test_engine_settings_match_docs() -> None:
 
 
 def test_rejected_features_are_documented() -> None:
-    names = {"alora_invocation_tokens", "layer_replication", "target_parameters"}
+    names = {"alora_invocation_tokens", "layer_replication"}
     assert names <= set(FIELDS[Method.LORA].unsupported)
     assert all(f"`{name}`" in ADAPTERS for name in names)
     for word in ("Arrow", "KaSA", "QALoRA", "Megatron"):

@@ -226,6 +226,7 @@ SERVED = {
     **{
         "kasa_config": {"beta": 0.1},
         "layers_to_transform": 0,
+        "target_parameters": ["experts.down_proj"],
         "trainable_token_indices": {"wte": [2, 1]},
         "use_bdlora": {"nblocks": 2},
     },
@@ -262,7 +263,6 @@ UNKNOWN_TASKS: list[Any] = ["QUESTION_ANS", "SEQ_2_SEQ_LM", "", 0, []]
         *(("kasa_config", value, "beta and gamma") for value in (5, True, False, "x", [], [1], {"alpha": 1})),
         ("layer_replication", [[0, 4], [2, 5]], "repeated layers"),
         ("megatron_config", {"hidden_size": 3}, "Megatron"),
-        ("target_parameters", ["experts.gate_up_proj"], "bare parameters"),
         ("use_qalora", True, "QALoRA"),
         *(("peft_type", kind, "only LORA, IA3, VERA, LN_TUNING are") for kind in NOT_SERVED),
         *(("task_type", task, "is not supported; only CAUSAL_LM") for task in UNKNOWN_TASKS),

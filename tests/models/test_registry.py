@@ -216,8 +216,8 @@ def test_unsupported_model_type_is_rejected_before_weights(tmp_path: Path, model
     ("model_type", "relatives"),
     [
         ("gemma3n", ["gemma", "gemma2", "gemma3_text"]),
-        ("qwen3_moe", ["qwen2", "qwen3"]),
-        ("mixtral", ["mistral"]),
+        ("qwen3_next", ["qwen2", "qwen2_moe", "qwen3", "qwen3_moe"]),
+        ("mistral4", ["mistral"]),
         ("phimoe", ["phi"]),
         ("LLAMA", ["llama"]),
         ("from_the_future", []),

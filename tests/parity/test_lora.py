@@ -67,7 +67,9 @@ def test_every_weight_matrix_is_a_lora_target(name: str) -> None:
     """Every linear layer that PEFT can train is an adapter target."""
     oracle = make_oracle(name)
     model = build_model(VARIANTS[name].config(), make_weights(checkpoint(name, oracle), torch.device("cpu")))
-    linears = {n for n, m in oracle.named_modules() if isinstance(m, nn.Linear | Conv1D)}
+    linears = {
+        n for n, m in oracle.named_modules() if isinstance(m, nn.Linear | Conv1D) or "Router" in type(m).__name__
+    }
     targets = collect_adapter_targets(model)
     assert {name for name, target in targets.items() if target.kind in (TargetKind.LINEAR, TargetKind.HEAD)} == linears
     embeddings = [target.name for target in targets.values() if target.kind is TargetKind.EMBEDDING]

@@ -51,7 +51,7 @@ def pair(request: pytest.FixtureRequest, zoo: Zoo) -> Pair:
     return zoo.pair(request.param)
 
 
-@pytest.mark.parametrize(("name", "relatives"), [("mixtral", "mistral"), ("gpt-neo-window", "gpt2, gpt_bigcode")])
+@pytest.mark.parametrize(("name", "relatives"), [("llama4-chunks", "llama"), ("gpt-neo-window", "gpt2, gpt_bigcode")])
 def test_log_names_missing_features_and_similar_types(
     name: str, relatives: str, zoo: Zoo, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -23,6 +23,7 @@ from lorax_server.kernels.triton.decode_attention import (
     load_slopes,
     multiply_keys,
     padded_head_dim,
+    sink_weights,
 )
 
 MAX_PACKED_HEADS = 8  # maximum number of query heads per program
@@ -189,11 +190,13 @@ def _launch(
         *(q, *cache, tables, tiles, out, spec.window_or_max, q.stride(0), q.stride(1), tables.stride(0)),
         *ScoreScales.from_spec(cache[0], spec),
         q if spec.slopes is None else spec.slopes,
+        q if spec.sinks is None else spec.sinks,
         # Tensor cores sum in a fixed order. In float32, the compiler could choose another order without masks.
         HAS_UNMASKED=compute != tl.float32 or q.is_cpu,
         HAS_WINDOW=spec.window is not None,
         HAS_CAP=spec.soft_cap is not None,
         HAS_SLOPES=spec.slopes is not None,
+        HAS_SINKS=spec.sinks is not None,
         IS_RESCALED=is_query_rescaled(q, cache[0]),
         NUM_HEADS=q.shape[1],
         NUM_KV_HEADS=num_kv_heads,
@@ -260,7 +263,8 @@ def _attend(
 @triton.jit(do_not_specialize=["tables", "tiles", "window", "table_row"])
 def _prefill_kernel(
     q, k_cache, v_cache, tables, tiles, out, window, q_token, q_head, table_row, inner, scale, v_scale,
-    slopes, HAS_UNMASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
+    slopes, sinks, HAS_UNMASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr, HAS_SINKS: tl.constexpr,
     IS_RESCALED: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PACKED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, COMPUTE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -301,6 +305,8 @@ def _prefill_kernel(
         query, query_scale, slope, acc, total, max_score, keys, values, table, query_pos, edge, end, end, window, inner,
         scale, True, HAS_WINDOW, HAS_CAP, HAS_SLOPES, IS_RESCALED, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, KEYS,
     )  # fmt: skip
+    if HAS_SINKS:
+        total += sink_weights(sinks, heads, offsets < count, highest)
     result = (acc / total[:, None] * v_scale).to(out.dtype.element_ty)
     rows = (token + offsets) * NUM_HEADS + heads
     tl.store(out + rows[:, None] * HEAD_DIM + dims[None, :], result, mask=own)

@@ -99,16 +99,29 @@ def test_size_tests_cover_all_architectures() -> None:
 def test_planned_memory_matches_served_model(name: str) -> None:
     oracle, config, rank = make_oracle(name), OTHER_VARIANTS[name].config(), 8
     counted = ModelSizes(config)
-    assert counted.weight_bytes == HALF_BYTES * sum(parameter.numel() for parameter in oracle.parameters())
+    assert counted.weight_bytes == HALF_BYTES * sum(tensor.numel() for tensor in checkpoint(name, oracle).values())
     model = build_model(config, make_weights(checkpoint(name, oracle), torch.device("cpu")))
     assert counted.token_bytes == 2 * HALF_BYTES * model.num_layers * math.prod(model.kv_shape)
-    targets = [target for target in collect_adapter_targets(model).values() if target.kind is TargetKind.LINEAR]
-    sizes = [rank * size for target in targets for size in (target.inputs.full, target.outputs.full)]
+    kinds = (TargetKind.LINEAR, TargetKind.EXPERTS)
+    targets = [target for target in collect_adapter_targets(model).values() if target.kind in kinds]
+    counts = [1 if target.experts is None else target.experts.num_experts for target in targets]
+    pairs = zip(targets, counts, strict=True)
+    sizes = [count * rank * size for target, count in pairs for size in (target.inputs.full, target.outputs.full)]
     modules = {target.name.rpartition(".")[2] for target in targets}
     assert {matrix.name for matrix in counted.matrices} == modules
     assert counted.adapter_bytes(rank, modules) == 256 * sum(-(-HALF_BYTES * size // 256) for size in sizes)
     limit = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", DEFAULT_MAX_POSITIONS)
     assert counted.max_length == limit
+
+
+def test_decode_steps_read_only_the_experts_of_their_tokens() -> None:
+    sizes = ModelSizes(OTHER_VARIANTS["qwen3moe"].config())
+    expert = sum(HALF_BYTES * matrix.outputs * matrix.inputs for matrix in sizes.matrices if matrix.num_experts > 1)
+    step = sizes.read_bytes(1)
+    assert sizes.read_bytes(1000) == pytest.approx(step + 3 * expert)  # 6 experts, 3 per token
+    assert sizes.read_bytes(2) == pytest.approx(step + 1.5 * expert)
+    dense = sizes.prompt_flop(0) - 2 * 3 * expert // HALF_BYTES
+    assert dense == 2 * sum(matrix.outputs * matrix.inputs for matrix in sizes.matrices if matrix.num_experts == 1)
 
 
 def test_falcon_with_alibi_is_rejected() -> None:

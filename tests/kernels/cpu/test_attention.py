@@ -282,16 +282,17 @@ def test_float8_cache_uses_reference_kernel(library: Library) -> None:
     check_bits(case.prefill(library), expected)
 
 
-@pytest.mark.parametrize("has_slopes", [False, True])
+@pytest.mark.parametrize(("has_slopes", "has_sinks"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("soft_cap", [None, 1.5, 50.0])
 @pytest.mark.parametrize("window", [None, 9])
-def test_soft_cap_and_alibi_slopes_match_reference(
-    library: Library, window: int | None, soft_cap: float | None, has_slopes: bool
+def test_soft_cap_alibi_slopes_and_sinks_match_reference(
+    library: Library, window: int | None, soft_cap: float | None, has_slopes: bool, has_sinks: bool
 ) -> None:
     """Unused cache slots are NaN: kernels must not read them."""
     case = Case([(20, 0), (3, 0), (1, 0), (133, 0)])
     slopes = torch.linspace(-0.1, 0.4, case.q.shape[1]) if has_slopes else None
-    case.spec = AttentionSpec(0.9, window, soft_cap=soft_cap, slopes=slopes)
+    sinks = torch.linspace(-4, 400, case.q.shape[1]) if has_sinks else None  # the last heads attend to nothing else
+    case.spec = AttentionSpec(0.9, window, soft_cap=soft_cap, slopes=slopes, sinks=sinks)
     for cache in case.cache:
         cache.fill_(STALE_VALUE)
     CpuOps(library).write_kv(case.k, case.v, case.cache, case.batch, case.spec)

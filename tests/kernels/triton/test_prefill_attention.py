@@ -80,6 +80,12 @@ def test_prefill_with_alibi_slopes_matches_reference(
     Case(MIXED, (4, 2, 16), FP32, cache_dtype).check(spec, device)
 
 
+@pytest.mark.parametrize("window", [None, 4])
+def test_prefill_with_sinks_matches_reference(window: int | None, device: torch.device) -> None:
+    spec = AttentionSpec(0.3, window, sinks=torch.tensor([0.5, -9.0, 3.0, 0.0], device=device))
+    Case(MIXED, (4, 2, 16), FP32, FP32).check(spec, device)
+
+
 @pytest.mark.parametrize(
     ("heads", "dtype", "window", "block_size"),
     choose_cases(

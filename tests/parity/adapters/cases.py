@@ -36,6 +36,7 @@ ATTENTION = {
     "neox": ["query_key_value", "attention.dense"],
     "opt": ["q_proj", "k_proj", "v_proj", "out_proj"],
 }
+MIXTURES = ("mixtral", "qwen2moe", "qwen3moe", "olmoe", "granitemoe", "glm4moe", "gptoss")
 LLAMAS: tuple[str, ...] = (
     "gemma",
     "gemma2",
@@ -48,7 +49,7 @@ LLAMAS: tuple[str, ...] = (
     "starcoder2",
     "cohere",
 )
-LLAMAS += ("cohere2", "nemotron", "arcee", "glm", "glm4")
+LLAMAS += ("cohere2", "nemotron", "arcee", "glm", "glm4", *MIXTURES)
 ATTENTION |= dict.fromkeys(("mistral", "qwen2", "qwen3", *LLAMAS), ATTENTION["llama"])
 ATTENTION |= {
     "phi": ["q_proj", "k_proj", "v_proj", "dense"],
@@ -182,6 +183,32 @@ def add_noise(model: Any) -> None:
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.add_(torch.randn_like(parameter) * 0.05)
+
+
+def save_per_expert(model: Any, case: Case, folder: Path) -> None:
+    """Save tensors as PEFT wrote them with transformers 4, where each expert had modules. PEFT converts them."""
+    torch.manual_seed(7)
+    config, name = model.config, "mlp"
+    gate, up, down, router = "gate_proj", "up_proj", "down_proj", "gate"
+    inner = getattr(config, "moe_intermediate_size", config.intermediate_size)
+    if config.model_type == "mixtral":
+        gate, up, down, name = "w1", "w3", "w2", "block_sparse_moe"
+    hidden, rank = config.hidden_size, case.config.r
+    sizes = {gate: (hidden, inner), up: (hidden, inner), down: (inner, hidden)}
+    tensors = {}
+    for layer in range(config.num_hidden_layers):
+        prefix = f"base_model.model.model.layers.{layer}.{name}"
+        modules = {f"{prefix}.{router}": (hidden, config.num_local_experts)}
+        for expert in range(config.num_local_experts):
+            modules |= {f"{prefix}.experts.{expert}.{matrix}": size for matrix, size in sizes.items()}
+        for module, (inputs, outputs) in modules.items():
+            tensors[f"{module}.lora_A.weight"] = torch.randn(rank, inputs) * 0.2
+            tensors[f"{module}.lora_B.weight"] = torch.randn(outputs, rank) * 0.2
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    settings = case.config.to_dict() | {"target_modules": [gate, up, down, router], "inference_mode": True}
+    plain = {key: value for key, value in settings.items() if isinstance(value, str | int | float | list | type(None))}
+    (folder / "adapter_config.json").write_text(json.dumps(plain))
 
 
 def save_eva(model: Any, case: Case, folder: Path) -> None:
@@ -412,9 +439,10 @@ for base in OTHER_VARIANTS:
     if "-" in base:
         continue
     embedding, norm = EMBEDDING.get(base, "embed_tokens"), NORMS.get(base, "input_layernorm")
+    has_dora = "all-linear" if base not in MIXTURES else ATTENTION[base]  # PEFT has no DoRA for experts
     CASES |= {
         f"{base}-all-linear": Case("LoRA", base, {"target_modules": "all-linear", "r": 3}),
-        f"{base}-dora": Case("DoRA", base, {"target_modules": "all-linear", "use_dora": True, "bias": "all"}),
+        f"{base}-dora": Case("DoRA", base, {"target_modules": has_dora, "use_dora": True, "bias": "all"}),
         f"{base}-embedding-and-head": Case(
             "LoRA on embedding and head", base, {"target_modules": [embedding, "lm_head", ATTENTION[base][0]]}
         ),
@@ -567,4 +595,31 @@ CASES |= {
         target_modules("llama", "lm_head", "embed_tokens")
         | {"ensure_weight_tying": True, "rank_pattern": {"lm_head": 5}},
     ),
+}
+# Experts, in all forms that PEFT writes.
+BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+PATTERNS = {"experts.down_proj": 5, r"layers\.1\.mlp\.experts\.gate_up_proj": 2}
+CASES |= {
+    "experts": Case("LoRA on experts", "qwen3moe", {"target_parameters": BOTH, "r": 3}),
+    "experts-alone": Case(
+        "LoRA on experts", "qwen3moe", {"target_parameters": ["experts.gate_up_proj"], "target_modules": []}
+    ),
+    "experts-down-rslora": Case(
+        "LoRA on experts with rsLoRA", "mixtral", {"target_parameters": BOTH[1:], "use_rslora": True, "r": 4}
+    ),
+    "experts-patterns": Case(
+        "LoRA on experts with rank_pattern and alpha_pattern",
+        "mixtral",
+        {"target_parameters": BOTH, "rank_pattern": PATTERNS, "alpha_pattern": {"gate_up_proj": 9}, "r": 4},
+    ),
+    "experts-in-some-layers": Case("LoRA on experts", "qwen3moe-dense-layers", {"target_parameters": BOTH, "r": 2}),
+    "experts-router": Case("LoRA on the router", "qwen3moe", {"target_parameters": ["mlp.gate.weight"]}),
+    "experts-saved-router": Case("modules_to_save: router", "qwen3moe", {"modules_to_save": ["gate"]}),
+    "experts-gptoss": Case(
+        "LoRA on experts", "gptoss", {"target_parameters": BOTH, "r": 3, "rank_pattern": {"down_proj": 5}}
+    ),
+    **{
+        f"experts-{base}-per-expert": Case("LoRA on modules of each expert", base, {"r": 3}, make=save_per_expert)
+        for base in ("mixtral", "qwen3moe")
+    },
 }
