@@ -306,7 +306,7 @@ def _prefill_kernel(
         scale, True, HAS_WINDOW, HAS_CAP, HAS_SLOPES, IS_RESCALED, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, KEYS,
     )  # fmt: skip
     if HAS_SINKS:
-        total += sink_weights(sinks, heads, offsets < count, highest)
+        total += sink_weights(sinks, heads, offsets < count, max_score)
     result = (acc / total[:, None] * v_scale).to(out.dtype.element_ty)
     rows = (token + offsets) * NUM_HEADS + heads
     tl.store(out + rows[:, None] * HEAD_DIM + dims[None, :], result, mask=own)
