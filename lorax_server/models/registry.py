@@ -48,6 +48,7 @@ def get_model(
 ) -> PagedCausalLM:
     """Load this rank's shard of a model. By default, there is one rank and the fastest ops for the device are used."""
     config = load_config(settings)
+    find_model_class(config.model_type, MODELS)  # rejects encoders before the weights are opened
     return load_model(settings, config, lambda weights: build_model(config, weights), process_group, ops)
 
 

@@ -197,22 +197,22 @@ def _list_splits_kernel(
 def load_query(pointers: tl.tensor, mask: tl.tensor, COMPUTE: tl.constexpr, IS_RESCALED: tl.constexpr) -> tl.tensor:
     """Return query rows, and the power of two that each row was divided by to fit into float16."""
     query = tl.load(pointers, mask=mask, other=0.0)
-    power = tl.full([query.shape[0]], 1.0, tl.float32)
+    query_scale = tl.full([query.shape[0]], 1.0, tl.float32)
     if IS_RESCALED:
         query = query.to(tl.float32)
-        power = tl.exp2(tl.ceil(tl.log2(tl.maximum(tl.max(tl.abs(query), axis=1), 1e-30))))
-        query = query / power[:, None]
-    return query.to(COMPUTE), power
+        query_scale = tl.exp2(tl.ceil(tl.log2(tl.maximum(tl.max(tl.abs(query), axis=1), 1e-30))))
+        query = query / query_scale[:, None]
+    return query.to(COMPUTE), query_scale
 
 
 @triton.jit
 def multiply_keys(
-    query, power, keys, inner, IS_RESCALED: tl.constexpr, HAS_CAP: tl.constexpr,
+    query, query_scale, keys, inner, IS_RESCALED: tl.constexpr, HAS_CAP: tl.constexpr,
 ):  # fmt: skip
     """Return query-key products with the soft cap applied. See `ScoreScales`."""
     products = tl.dot(query, tl.trans(keys), input_precision="ieee")
     if IS_RESCALED:
-        products *= power[:, None]
+        products *= query_scale[:, None]
     if HAS_CAP:
         return 1.0 - 2.0 / (1.0 + tl.exp2(products * inner))
     return products
@@ -234,7 +234,7 @@ def sink_weights(sinks, heads, mask, highest):
 
 @triton.jit
 def _attend(
-    query, power, slope, k_cache, v_cache, table, start, stop, query_position, head, inner, scale,
+    query, query_scale, slope, k_cache, v_cache, table, start, stop, query_position, head, inner, scale,
     HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, IS_RESCALED: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -252,7 +252,7 @@ def _attend(
         # Masked loads are 0, so stale values past the end of the sequence (even NaN) do not affect the sums.
         loaded = seen[:, None] & (dims < HEAD_DIM)[None, :]
         keys = tl.load(k_cache + cache_offsets, mask=loaded, other=0.0).to(query.dtype)
-        scores = multiply_keys(query, power, keys, inner, IS_RESCALED, HAS_CAP) * scale
+        scores = multiply_keys(query, query_scale, keys, inner, IS_RESCALED, HAS_CAP) * scale
         if HAS_SLOPES:
             scores += slope[:, None] * (positions - query_position).to(tl.float32)[None, :]
         scores = tl.where(seen[None, :], scores, float("-inf"))
@@ -289,11 +289,11 @@ def _decode_kernel(
         stop = tl.minimum(start + split_size, length)
         heads = head * HEADS_PER_KV + queries
         pointers = q + seq * q_token + heads[:, None] * q_head + dims[None, :]
-        query, power = load_query(pointers, own, COMPUTE, IS_RESCALED)
+        query, query_scale = load_query(pointers, own, COMPUTE, IS_RESCALED)
         slope = load_slopes(slopes, heads, queries < HEADS_PER_KV, HAS_SLOPES)
         table = tables + seq * table_row
         acc, total, highest = _attend(
-            *(query, power, slope, k_cache, v_cache, table, start, stop, length - 1, head, inner, scale),
+            *(query, query_scale, slope, k_cache, v_cache, table, start, stop, length - 1, head, inner, scale),
             *(HAS_CAP, HAS_SLOPES, IS_RESCALED, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, TILE),
         )
         if HAS_SINKS and number == 1:

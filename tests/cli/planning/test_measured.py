@@ -133,7 +133,7 @@ def test_step_time_grows_with_batch_size(gpu: Gpu) -> None:
     assert times == sorted(times)
 
 
-def test_small_model_is_limited_by_scheduling_time() -> None:
+def test_small_model_step_time_is_limited_by_scheduling() -> None:
     read = count_read(1e6, 0, 1e5)
     assert sum(decode_step_ms(H200, 256, read, 2).values()) == pytest.approx(1.26, rel=0.1)
     assert sum(decode_step_ms(H200, 1, read, 2).values()) < 0.3

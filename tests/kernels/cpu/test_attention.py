@@ -135,7 +135,7 @@ def test_decode_attention_with_many_lengths_matches_reference(library: Library) 
     check_close(case.prefill(library), expected, FP32)
 
 
-def test_prefill_attention_without_slots_matches_cached_bits(library: Library) -> None:
+def test_prefill_attention_without_slots_is_bitwise_equal_to_cached_prefill(library: Library) -> None:
     case = Case(PROMPTS, window=40)
     cached = Case(PROMPTS, window=40)
     CpuOps(library).write_kv(cached.k, cached.v, cached.cache, cached.batch, cached.spec)
@@ -270,7 +270,7 @@ def test_write_kv_matches_reference(library: Library, dtype: torch.dtype, stored
         check_bits(found, kept)
 
 
-def test_float8_cache_uses_reference(library: Library) -> None:
+def test_float8_cache_uses_reference_kernel(library: Library) -> None:
     case, same = Case(MIX), Case(MIX)
     for each in (case, same):
         keys, values = nan_to_zero(each.cache)

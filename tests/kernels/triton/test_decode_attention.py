@@ -175,7 +175,7 @@ def test_int32_and_int64_lengths_give_equal_results(dtype: torch.dtype, device: 
 @pytest.mark.parametrize(
     ("heads", "dtype", "block_size"), list(zip(MODEL_HEADS, DTYPES * 2, [16, 32] * 3, strict=True))
 )
-def test_decode_of_model_shapes_matches_reference(
+def test_decode_with_real_model_shapes_matches_reference(
     dtype: torch.dtype, heads: tuple[int, int, int], block_size: int
 ) -> None:
     device = torch.device("cuda")
