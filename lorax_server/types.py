@@ -138,6 +138,7 @@ class Request:
     prompt_logprobs: bool = False  # report log probabilities of the prompt tokens
     structure: Structure | None = None
     vocabulary: TokenTable | None = None  # set with `structure` if the adapter changes the vocabulary
+    speculation: bool = True  # verify draft tokens, and use the completion for later drafts
 
 
 class FinishReason(IntEnum):
@@ -284,6 +285,8 @@ class SchedulerCounters:
     preemptions: int = 0  # preemptions because of too few free KV blocks
     fairness_preemptions: int = 0  # preemptions for tenants below their share
     rejected: int = 0  # requests rejected because of overload
+    drafted_tokens: int = 0  # draft tokens that were verified
+    accepted_tokens: int = 0  # draft tokens that were equal to the sampled tokens
 
 
 @dataclass

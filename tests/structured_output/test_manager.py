@@ -203,7 +203,7 @@ def test_batched_masks_equal_single_masks(num_timed: int, driver: Driver, monkey
         for request_id, following in found.items():
             assert np.array_equal(following.mask, states[request_id].mask)
             tokens.append((request_id, int(random.choice(list_allowed(following.mask)))))
-            states[request_id].consume(tokens[-1][1])
+            states[request_id].consume(tokens[-1][1:])
         driver.structured_output.advance(tokens)
 
 
