@@ -233,7 +233,7 @@ class Scheduler:
     # --- Scheduling ---------------------------------------------------------------------------------------------------
 
     def _propose_drafts(self) -> dict[Sequence, tuple[int, ...]]:
-        """Return draft tokens for running sequences whose next token can be sampled and whose tokens are all known.
+        """Return draft tokens for running sequences.
 
         While KV blocks are short, return nothing, so that drafts never cause a preemption.
         """
@@ -246,7 +246,7 @@ class Scheduler:
         for sequence in self._sort_running():
             if num_spare <= 0:
                 break
-            if sequence.num_uncomputed == 1 and not sequence.num_in_flight and sequence.request.speculation:
+            if sequence.can_draft:
                 proposed = self._drafter.propose(sequence, len(self._running))
                 if draft := sequence.limit_draft(tuple(proposed), num_spare):
                     drafts[sequence] = draft

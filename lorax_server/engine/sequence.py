@@ -85,6 +85,12 @@ class Sequence:
         """The number of tokens that may be generated after the tokens in flight."""
         return self._max_tokens - len(self.token_ids) - self.num_in_flight
 
+    @property
+    def can_draft(self) -> bool:
+        """Return True if only the last generated token must be computed before the next token can be sampled."""
+        is_allowed = self.request.speculation and self.num_generated > 0
+        return is_allowed and not self.num_in_flight and self.num_uncomputed == 1
+
     def limit_draft(self, draft: Seq[int], max_tokens: int) -> tuple[int, ...]:
         """Return the start of a draft that can be verified in one step: no stop tokens, and one token must remain."""
         stop_ids, limit = self._all_stop_token_ids, min(max_tokens, self.num_remaining - 1)

@@ -195,6 +195,7 @@ def split_forced_tokens(plan: StepPlan, prompt_lengths: Ints) -> StepPlan:
     num_drafts = np.zeros_like(plan.counts) if plan.drafts is None else plan.drafts.counts
     is_short = (num_keys <= MAX_SPLIT_KEYS) | (num_drafts > 0)
     several = (plan.counts > 1) & is_short & (plan.starts >= prompt_lengths[plan.slots])
+    assert several[num_drafts > 0].all(), "draft tokens must follow at least one generated token"
     if True not in several.tolist():
         return plan
     repeats = np.where(several, plan.counts, 1)
@@ -208,7 +209,7 @@ def split_forced_tokens(plan: StepPlan, prompt_lengths: Ints) -> StepPlan:
         samples=plan.samples[sequences] & (token_indices + 1 + num_drafts[sequences] >= ends[sequences]),
         scores_prompt=plan.scores_prompt[sequences],
         adapter_indices=plan.adapter_indices[sequences],
-        drafts=None,  # sequences with draft tokens always have several tokens after their prompt, so all are split
+        drafts=None,  # all sequences with draft tokens are split
     )
 
 
