@@ -28,6 +28,9 @@ class Drafter(Protocol):
     def propose(self, sequence: Sequence, num_running: int) -> Iterable[int]:
         """Return draft tokens that follow the sequence's tokens, or nothing."""
 
+    def waits(self, sequence: Sequence) -> bool:
+        """Return True if a sequence must wait for its token in flight, because drafts continue known tokens."""
+
     def record_step(self, num_tokens: int, seconds: float) -> None:
         """Record the time of a step in which every sequence decodes."""
 
@@ -128,7 +131,7 @@ class Scheduler:
         forced, long, drafts = list[Sequence](), list[Sequence](), self._propose_drafts()
         for sequence in self._sort_running():
             num_tokens = sequence.num_uncomputed
-            if sequence in drafts:
+            if sequence in drafts or (sequence.num_in_flight and self._waits(sequence)):
                 continue
             if num_tokens == 1:
                 self._schedule_running(builder, sequence, 1, samples=True)  # the token budget suffices for all slots
@@ -252,6 +255,9 @@ class Scheduler:
                     drafts[sequence] = draft
                     num_spare -= len(draft)
         return drafts
+
+    def _waits(self, sequence: Sequence) -> bool:
+        return self._drafter is not None and sequence.request.speculation and self._drafter.waits(sequence)
 
     def _schedule_draft(self, builder: StepBuilder, sequence: Sequence, draft: tuple[int, ...]) -> None:
         """Add a running sequence and its draft tokens to the step, or only its next token if KV blocks are missing."""

@@ -7,6 +7,7 @@ from lorax_server.engine.speculation.prompt_lookup import PromptLookup
 from lorax_server.engine.speculation.step_costs import StepCosts
 
 MIN_GAIN = 1.1  # expected speedup below which no tokens are drafted, because drafts have costs outside the model
+RETRY_TOKENS = 16  # tokens between attempts of a sequence without drafts, if several steps are in flight
 MAX_THRESHOLD = 0.95  # required probability of the first draft token above which nothing is guessed
 
 
@@ -17,6 +18,7 @@ class _SequenceState:
         self.lookup = PromptLookup(len(sequence.request.prompt_ids))
         self.first = 0  # position of the first guessed token
         self.guesses: list[Guess] = []
+        self.next_try = 0  # sequence length from which the sequence waits for its token in flight
 
 
 class SpeculativeDrafter:
@@ -76,7 +78,15 @@ class SpeculativeDrafter:
             position = position + 1 if is_copy and position + 1 < len(token_ids) else 0
             length += 1
         speedup = expected * (fixed + 1) / (fixed + 1 + len(draft))
-        return draft if speedup >= MIN_GAIN else []
+        if speedup < MIN_GAIN:
+            state.next_try = len(token_ids) + RETRY_TOKENS
+            return []
+        return draft
+
+    def waits(self, sequence: Sequence) -> bool:
+        """Return True if a sequence must wait for its token in flight, because it is likely to get a draft."""
+        state = self._states.get(sequence)
+        return state is None or len(sequence.token_ids) + sequence.num_in_flight >= state.next_try
 
     def record_step(self, num_tokens: int, seconds: float) -> None:
         self._costs.record(num_tokens, seconds)

@@ -40,6 +40,9 @@ class NoisyOracle:
         draft = known[0][len(generated) :][: self._random.randint(0, 8)]
         return [token_id if self._random.random() < 0.9 else self._random.randrange(500) for token_id in draft]
 
+    def waits(self, sequence: EngineSequence) -> bool:
+        return True
+
     def record_step(self, num_tokens: int, seconds: float) -> None: ...
 
     def finish(self, sequence: EngineSequence) -> None: ...
