@@ -204,6 +204,8 @@ class Output(NamedTuple):
     started: StartInfo | None = None  # set with the first token, like the next two fields
     prompt_logprobs: list[float] | None = None  # from the second prompt token on
     prompt_alternatives: list[Alternatives] | None = None  # at the same positions
+    num_drafted: int = 0  # draft tokens that the step verified
+    num_accepted: int = 0  # draft tokens that were right; the first tokens are these, and one more
 
     @classmethod
     def failed(cls, request_id: int, error: LoraxError) -> "Output":

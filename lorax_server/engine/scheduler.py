@@ -177,8 +177,8 @@ class Scheduler:
             if sampled is None:
                 continue
             sampled.num_in_flight -= 1
-            rows = done.find_accepted(number, result)
-            if sampled.num_drafts:
+            rows, num_drafted = done.find_accepted(number, result), sampled.num_drafts
+            if num_drafted:
                 self._settle_draft(sampled, len(done.drafts[number]), len(rows) - 1)
             if not sampled.finished:
                 tokens = tuple(
@@ -189,7 +189,10 @@ class Scheduler:
                         for row in rows
                     ]
                 )
-                outputs.append(self._append_tokens(sampled, tokens))
+                output = self._append_tokens(sampled, tokens)
+                if num_drafted:
+                    output = output._replace(num_drafted=num_drafted, num_accepted=len(rows) - 1)
+                outputs.append(output)
         self.counters.generated_tokens += sum([len(output.tokens) for output in outputs])
         return self.pop_failed() + outputs
 

@@ -119,7 +119,7 @@ class SubmittedStep(NamedTuple):
         return max(0, sequence.num_remaining - (num_sampled - 1))
 
     def append_forced_tokens(self, forced: Iterable[tuple[int, tuple[int, ...]]]) -> None:
-        """Append forced tokens after the sampled tokens. Entries in `forced` are (row, token IDs), as in `StepMasks`."""
+        """Append forced tokens after the sampled tokens. `forced` is the same as in `StepMasks`."""
         for row, token_ids in forced:
             sequence = self.sampled[bisect_right(self.first_rows, row) - 1 if self.first_rows else row]
             assert sequence is not None

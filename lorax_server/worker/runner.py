@@ -116,7 +116,7 @@ class PagedRunner:
         if not len(plan.slots):
             return self._fetch(Ticket(plan.step))  # its event is recorded after the plan's adapter moves
         tokens = build_step_tokens(plan, self._layout)
-        if not tokens.is_single and is_host(self._device):
+        if not tokens.is_single and self._graphs is not None and self._graphs.has_cpu_graphs:
             plan = split_forced_tokens(plan, self._tables.host_prompt_lengths)
             tokens = build_step_tokens(plan)
         self._layout = tokens.layout

@@ -76,7 +76,7 @@ class CompletionIndex:
 class AdapterHistory(NamedTuple):
     """What one tenant's completions with one adapter have shown."""
 
-    index: CompletionIndex
+    completions: CompletionIndex
     accuracy: Accuracy
 
 
@@ -102,5 +102,5 @@ class Histories:
     def trim(self, tenant: str) -> None:
         """Drop a tenant's least recently used histories, except for the last one, until they fit into its memory."""
         histories = self._tenants.get(tenant, OrderedDict())
-        while len(histories) > 1 and sum(each.index.num_entries for each in histories.values()) > self._max_entries:
+        while len(histories) > 1 and sum(each.completions.num_entries for each in histories.values()) > self._max_entries:
             histories.popitem(last=False)

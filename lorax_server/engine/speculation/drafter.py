@@ -59,7 +59,7 @@ class SpeculativeDrafter:
         position, length = state.lookup.find(token_ids)
         probability = expected = 1.0  # of the draft so far; tokens that the step yields
         while len(draft) < self._max_tokens:
-            guess = history.index.guess(context)
+            guess = history.completions.guess(context)
             likely = accuracy.estimate(guess.kind) if guess is not None else 0.0
             if position:
                 copied = state.lookup.guess(token_ids, position, length)
@@ -97,5 +97,5 @@ class SpeculativeDrafter:
         request = sequence.request
         if sequence.num_generated > 0:
             history = self._histories.find(request.tenant, (request.adapter_identity, request.salt))
-            history.index.add(sequence.token_ids, len(request.prompt_ids))
+            history.completions.add(sequence.token_ids, len(request.prompt_ids))
             self._histories.trim(request.tenant)
