@@ -140,23 +140,23 @@ class GrammarState:
         The masks end at the first draft token that is not allowed, or when they take too long. Also return the forced
         tokens after the last masked position, if all positions have forced tokens.
         """
-        state, masks, is_forced = self, [self._next_mask()], bool(self.forced)
+        state, masks, is_forced = self, [self.next_mask()], bool(self.forced)
         started_s = time.monotonic()
         for token_id in draft:
             is_late = time.monotonic() - started_s > MAX_DRAFT_S
             if not _is_allowed(masks[-1], token_id) or is_late:
                 break
             if state is self:
-                state = self._copy()
+                state = self.copy()
             try:
                 state.consume((token_id,), max_forced)
-            except Exception:  # the grammar's limits; the sequence itself reports them
+            except BaseException:  # limits and Rust panics; if the sequence gets there, it fails itself
                 return masks, []
-            masks.append(state._next_mask())
+            masks.append(state.next_mask())
             is_forced = is_forced and bool(state.forced)
         return masks, state.forced[1:] if is_forced else []
 
-    def _next_mask(self) -> TokenMask:
+    def next_mask(self) -> TokenMask:
         """Return the mask of the next token. It allows only the first forced token, if any."""
         if not self.forced:
             return self.mask
@@ -164,7 +164,8 @@ class GrammarState:
         _set_tokens(only, self.forced[:1], True)
         return only
 
-    def _copy(self) -> "GrammarState":
+    def copy(self) -> "GrammarState":
+        """Return an independent state after the same tokens."""
         other = copy.copy(self)
         other.matcher, other.forced, other.history = self.matcher.deep_copy(), [*self.forced], [*self.history]
         return other

@@ -102,5 +102,7 @@ class Histories:
     def trim(self, tenant: str) -> None:
         """Drop a tenant's least recently used histories, except for the last one, until they fit into its memory."""
         histories = self._tenants.get(tenant, OrderedDict())
-        while len(histories) > 1 and sum(each.completions.num_entries for each in histories.values()) > self._max_entries:
+        while (
+            len(histories) > 1 and sum(each.completions.num_entries for each in histories.values()) > self._max_entries
+        ):
             histories.popitem(last=False)

@@ -36,6 +36,11 @@ class SpeculativeDrafter:
         self._costs = StepCosts()
         self._states: dict[Sequence, _SequenceState] = {}
 
+    @property
+    def num_sequences(self) -> int:
+        """The number of sequences with state."""
+        return len(self._states)
+
     def propose(self, sequence: Sequence, num_running: int) -> list[int]:
         """Return draft tokens that follow the sequence's tokens, or nothing."""
         if self._max_batch_size is not None and num_running > self._max_batch_size:

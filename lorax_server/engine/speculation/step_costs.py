@@ -2,7 +2,7 @@
 
 DECAY = 0.98  # per step
 PRIOR_RATIO = 8.0  # fixed costs of a step in tokens, before steps with different token counts were measured
-PRIOR_WEIGHT = 2.0
+PRIOR_WEIGHT = 0.5
 MAX_OUTLIER = 3.0  # slower steps than this multiple of the estimate are ignored
 
 

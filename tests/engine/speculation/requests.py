@@ -50,7 +50,7 @@ def _make_request(rng: random.Random, text: str) -> RandomRequest:
     def maybe(probability: float, **values: Any) -> dict[str, Any]:
         return values if rng.random() < probability else {}
 
-    sampled = {"do_sample": True, "temperature": rng.choice([0.3, 0.8, 1.5])}
+    sampled: dict[str, Any] = {"do_sample": True, "temperature": rng.choice([0.3, 0.8, 1.5])}
     params = SamplingParams(
         seed=rng.getrandbits(64),
         **(sampled if rng.random() < 0.6 else {}),
