@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from lorax_server.engine.sequence import Sequence as EngineSequence
 from lorax_server.generation.generation import Completion
 from lorax_server.llm import LLM
 from lorax_server.types import EngineStatus, SamplingParams, StopParams
+from lorax_server.worker import worker
+from lorax_server.worker.graphs import GraphSizes
 from tests.engine.speculation.requests import ADAPTERS, MODEL, NAMES, RandomRequest, make_prompt, make_requests
 
 SETTINGS: dict[str, Any] = {
@@ -66,20 +69,20 @@ def check_equal(found: Sequence[Completion], expected: Sequence[Completion], req
         assert [each.token_ids for each in one.alternatives] == [each.token_ids for each in other.alternatives], request
 
 
-def check_requests(count: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_requests(count: int, seed: int, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> EngineStatus:
     requests = make_requests(count, seed)
-    expected, plain = generate(requests, speculative_tokens=0)
+    expected, plain = generate(requests, speculative_tokens=0, **settings)
     assert plain.drafted_tokens == 0
     monkeypatch.setattr(build, "build_drafter", lambda _: NoisyOracle(expected, seed))
-    found, status = generate(requests)
+    found, status = generate(requests, **settings)
     check_equal(found, expected, requests)
     assert status.drafted_tokens > status.accepted_tokens > count
-    assert status.steps < plain.steps
-    assert status.preemptions > 0
+    return status
 
 
 def test_mixed_requests_with_noisy_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_requests(50, 1, monkeypatch)
+    status = check_requests(50, 1, monkeypatch)
+    assert status.preemptions > 0
 
 
 @pytest.mark.slow
@@ -88,7 +91,7 @@ def test_many_mixed_requests_with_noisy_drafts(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_log_probabilities_of_one_sequence_are_bitwise_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests, alone = make_requests(12, 5), {"max_num_seqs": 1, "cache_tokens": 4000}
+    requests, alone = make_requests(8, 5), {"max_num_seqs": 1, "cache_tokens": 4000}
     expected, _ = generate(requests, speculative_tokens=0, **alone)
     monkeypatch.setattr(build, "build_drafter", lambda _: NoisyOracle(expected, 5))
     found, status = generate(requests, **alone)
@@ -96,14 +99,31 @@ def test_log_probabilities_of_one_sequence_are_bitwise_equal(monkeypatch: pytest
     assert [(each.token_ids, each.logprobs) for each in found] == [(each.token_ids, each.logprobs) for each in expected]
 
 
-@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(do_sample=True, temperature=0.7, seed=3)])
-def test_demo_adapters_with_the_real_drafter(params: SamplingParams) -> None:
-    texts = [request.prompt for request in make_requests(3, 3)]
-    stop = StopParams(max_new_tokens=40)
-    requests = [RandomRequest(text, params, stop, name, None) for name in NAMES for text in texts]
-    found, _ = generate(requests * 2, speculative_tokens=6)
-    expected, _ = generate(requests * 2, speculative_tokens=0)
-    check_equal(found, expected, requests * 2)
+def test_mixed_requests_with_two_steps_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_requests(12, 6, monkeypatch, max_steps_in_flight=2)
+
+
+def test_mixed_requests_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "uses_cpu_graphs", lambda *_: False)
+    check_requests(12, 7, monkeypatch)
+
+
+def test_mixed_requests_in_padded_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run eagerly on the padded inputs of CUDA graphs."""
+    sizes = GraphSizes.choose(SETTINGS["max_num_seqs"], SETTINGS["max_step_tokens"])
+    monkeypatch.setattr(GraphSizes, "choose_for_cpu", lambda: sizes)
+    monkeypatch.setattr(worker, "PagedRunner", partial(worker.PagedRunner, capture=False))
+    check_requests(12, 8, monkeypatch)
+
+
+def test_demo_adapters_with_the_real_drafter() -> None:
+    """Each request is sent twice, greedy and with a seed."""
+    stop, params = StopParams(max_new_tokens=24), (SamplingParams(), SamplingParams(do_sample=True, seed=3))
+    texts = [request.prompt for request in make_requests(1, 3)]
+    requests = 2 * [RandomRequest(text, each, stop, name, None) for name in NAMES for text in texts for each in params]
+    found, _ = generate(requests, speculative_tokens=6)
+    expected, _ = generate(requests, speculative_tokens=0)
+    check_equal(found, expected, requests)
 
 
 def test_repeated_request_takes_fewer_steps() -> None:
