@@ -74,7 +74,7 @@ class CompletionIndex:
 
 
 class AdapterHistory(NamedTuple):
-    """What one tenant's completions with one adapter have shown."""
+    """One tenant's completions with one adapter, and the accuracy of their guesses."""
 
     completions: CompletionIndex
     accuracy: Accuracy
