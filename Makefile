@@ -1,4 +1,4 @@
-# One command per chore; `make help` lists them. Works with GNU make 3.81 (macOS) and later.
+# Development commands; `make help` lists them. Works with GNU make 3.81 (macOS) and later.
 
 PYTHON ?= python3
 ARGS ?=
@@ -17,7 +17,7 @@ PIP_INSTALL := $(BIN)/$(PIP) -c constraints.txt
 EXTRAS := import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-clients serve chat chat-model browser test test-all test-clients lint format format-check types imports check proto bench clean
+.PHONY: help venv venv-clients serve chat chat-model browser test test-all test-clients lint format format-check types imports check proto docs bench clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' Makefile
@@ -102,6 +102,9 @@ check: format-check lint types imports test-all test-clients ## Run all CI check
 
 proto: venv ## Generate lorax_server/pb from proto/generate.proto
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=lorax_server/pb --pyi_out=lorax_server/pb proto/generate.proto
+
+docs: venv ## Build the documentation site in build/site, and check its links
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --strict
 
 bench: venv ## Run a benchmark, e.g. make bench SCRIPT=http_load ARGS="--json FILE"; benchmarks/README.md lists them
 	$(BIN)/python benchmarks/$(SCRIPT).py $(ARGS)

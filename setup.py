@@ -1,14 +1,22 @@
-"""Build the kernels for CPUs. All else is in pyproject.toml."""
+"""Build the native CPU kernels. The rest of the configuration is in pyproject.toml.
+
+The kernels are plain shared libraries, which Python loads with ctypes. They do not use Python's C API, so one wheel per
+platform serves all Python versions: its tag is `py3-none-<platform>`.
+"""
 
 import platform
+import sys
 from hashlib import sha256
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
 
 NATIVE = Path("lorax_server/kernels/cpu/native")  # setuptools requires relative paths
 HEADERS = sorted(NATIVE.glob("*.h"))
-INSTRUCTION_SETS = {"aarch64": ["neon"], "arm64": ["neon"], "x86_64": ["avx2", "avx512"], "AMD64": ["avx2", "avx512"]}
+# Only Linux has native kernels. Other systems use the reference ops.
+INSTRUCTION_SETS = {"aarch64": ["neon"], "x86_64": ["avx2", "avx512"]} if sys.platform == "linux" else {}
 FLAGS = [
     "-std=c++17",
     "-O3",
@@ -22,10 +30,25 @@ FLAGS = [
 ]
 
 
-def extension(name: str) -> Extension:
-    """Describe a plain library, which Python loads with ctypes.
+class BuildLibraries(build_ext):
+    """Name libraries without the Python version, for example `_avx2.so`."""
 
-    It is linked to no OpenMP: it shares torch's, with its threads. Without a compiler, plain torch serves.
+    def get_ext_filename(self, ext_name: str) -> str:
+        return str(Path(*ext_name.split("."))) + ".so"
+
+
+class PlatformWheel(bdist_wheel):
+    """Tag the wheel for this platform and every Python version."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+def make_extension(name: str) -> Extension:
+    """Describe the library for one instruction set.
+
+    It does not link OpenMP, because it uses torch's. The build is optional: without a compiler, lorax_server uses the
+    reference ops.
     """
     source = NATIVE / f"{name}.cpp"
     digest = sha256(b"".join(path.read_bytes() for path in [source, *HEADERS])).hexdigest()[:16]
@@ -40,6 +63,7 @@ def extension(name: str) -> Extension:
 
 
 setup(
-    ext_modules=list(map(extension, INSTRUCTION_SETS.get(platform.machine(), []))),
+    ext_modules=[make_extension(name) for name in INSTRUCTION_SETS.get(platform.machine(), ())],
+    cmdclass={"bdist_wheel": PlatformWheel, "build_ext": BuildLibraries},
     options={"build_ext": {"parallel": 2}},
 )

@@ -83,7 +83,7 @@ def measure_decode(name: str, ours: Any, theirs: Any, batch: int, context: int, 
 
 
 def compare(name: str, times: dict[str, list[float]], goal: float, difference: torch.Tensor) -> Record:
-    """Compare our best time with the faster attention of transformers."""
+    """Compare our best time with transformers' faster attention implementation."""
     mine = min(ours for ours, _ in times.values())
     fastest = min(times, key=lambda attention: times[attention][1])
     other, peer = times[fastest][1], f"transformers ({fastest})"

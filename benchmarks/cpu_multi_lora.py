@@ -72,7 +72,7 @@ def rows(number: int) -> list[int]:
 
 
 def ours(model: Any, arena: AdapterArena, number: int, cache: DynamicCache | None = None) -> Step:
-    """Return a decode step over `number` adapters. A cache of transformers gets the same noise as ours."""
+    """Return a decode step over `number` adapters. transformers' cache gets the same noise as ours."""
     paged = Paged(model, BATCH, CONTEXT + RUNS + 2)
     fill(paged, DynamicCache(config=model.config) if cache is None else cache, CONTEXT)
     ids, position = torch.arange(BATCH)[:, None] + 100, count(CONTEXT)

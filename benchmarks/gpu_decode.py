@@ -34,8 +34,8 @@ class DecodeCase(NamedTuple):
     rows: int
     adapters: tuple[Adapter, ...]
     goal: float | None = None
-    shipped: float | None = None
-    best: float | None = None
+    default_result: float | None = None
+    tuned_result: float | None = None
     note: str = ""
     sampling: dict[str, Any] = {}  # noqa: RUF012 - never modified
 
@@ -45,8 +45,8 @@ class DecodeCase(NamedTuple):
 
     @property
     def peer(self) -> str:
-        best = "" if self.best is None else f", {self.best} at its best"
-        return "" if self.shipped is None else f"vLLM {self.shipped}{best}"
+        tuned_result = "" if self.tuned_result is None else f", {self.tuned_result} at its best"
+        return "" if self.default_result is None else f"vLLM {self.default_result}{tuned_result}"
 
     @property
     def row_adapters(self) -> list[str | None]:
@@ -60,8 +60,8 @@ def count(number: int, noun: str) -> str:
     return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"
 
 
-def _plain(rows: int, count: int, goal: float, shipped: float, best: float | None = None) -> DecodeCase:
-    return DecodeCase(f"{rows}/{count or 'base'}", rows, plain_adapters(count), goal, shipped, best)
+def _plain(rows: int, count: int, goal: float, default_result: float, tuned_result: float | None = None) -> DecodeCase:
+    return DecodeCase(f"{rows}/{count or 'base'}", rows, plain_adapters(count), goal, default_result, tuned_result)
 
 
 CASES = (

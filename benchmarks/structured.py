@@ -211,7 +211,7 @@ def compare_first(bench: Bench) -> list[Record]:
     ]
 
 
-class Others:
+class BackgroundSequences:
     """Unconstrained sequences whose steps are timed while another request runs."""
 
     def __init__(self, bench: Bench) -> None:
@@ -285,7 +285,7 @@ def make_hostile() -> dict[str, Structure]:
 
 def compare_hostile(bench: Bench) -> list[Record]:
     """Compare steps alone, next to harmless requests, and next to hostile requests."""
-    others, new = Others(bench), itertools.count(2000)
+    others, new = BackgroundSequences(bench), itertools.count(2000)
     others.watch(make_schema(next(new)))
 
     def vary(structure: Structure, number: int) -> Structure:

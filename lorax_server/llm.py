@@ -106,8 +106,8 @@ class LLM:
 
         `params`, `stop`, `adapter` and `structure` apply to all prompts, or are lists with one entry per prompt. The
         adapter None selects the base model. The functions in `structured_output.grammars` create structures.
-        `progress=True` shows a progress bar; None shows it on a terminal. `on_error="return"` stores each error in its
-        completion, instead of raising the first error.
+        `progress=True` shows a progress bar; None does so only on a terminal. `on_error="return"` stores each error in
+        its completion, instead of raising the first error.
         """
         if on_error not in ("raise", "return"):
             raise InputError(f"on_error must be 'raise' or 'return' (got {on_error!r})")

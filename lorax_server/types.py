@@ -165,7 +165,7 @@ class Failure(NamedTuple):
     retry_after_s: float | None = None
 
     @classmethod
-    def of(cls, error: LoraxError) -> "Failure":
+    def from_error(cls, error: LoraxError) -> "Failure":
         return cls(type(error).__name__, error.status, str(error), error.retry_after_s)
 
     def to_error(self) -> LoraxError:
@@ -209,7 +209,7 @@ class Output(NamedTuple):
 
     @classmethod
     def failed(cls, request_id: int, error: LoraxError) -> "Output":
-        return cls(request_id, failure=Failure.of(error))
+        return cls(request_id, failure=Failure.from_error(error))
 
 
 class AdapterRef(NamedTuple):

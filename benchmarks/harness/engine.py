@@ -107,9 +107,9 @@ class Bench(NamedTuple):
     def load(self, adapters: Iterable[Adapter]) -> float:
         """Load adapters to the device by sending requests that use them. Return the time in seconds."""
         names = [adapter.name for adapter in adapters]
-        begin = time.monotonic()
+        start_time = time.monotonic()
         self.generate([[FIRST_WORD]] * len(names), 1, names)
-        return time.monotonic() - begin
+        return time.monotonic() - start_time
 
     def draw_prompts(self, count: int, length: int, seed: int) -> list[list[int]]:
         choice = random.Random(seed)
@@ -145,9 +145,9 @@ def open_bench(args: argparse.Namespace, adapters: Sequence[Adapter], **settings
         make_files(folder, shape, adapters)
         if not args.tiny:
             settings |= {"adapter_bytes": ADAPTER_BYTES, "adapter_host_bytes": ADAPTER_HOST_BYTES}
-        begin = time.monotonic()
+        start_time = time.monotonic()
         with LLM(folder / "model", folder / "adapters", max_num_seqs=MAX_NUM_SEQS, **settings) as llm:
-            print(f"engine started in {time.monotonic() - begin:.1f} s", flush=True)
+            print(f"engine started in {time.monotonic() - start_time:.1f} s", flush=True)
             yield Bench(llm, StepClock(llm), shape, folder)
 
 

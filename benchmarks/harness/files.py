@@ -82,7 +82,7 @@ class Stored(NamedTuple):
     content: memoryview
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> "Stored":
+    def from_tensor(cls, tensor: torch.Tensor) -> "Stored":
         return cls(tuple(tensor.shape), bytes_of(tensor.bfloat16()))
 
 
@@ -104,7 +104,7 @@ def scratch_folder(folder: Path | None = None) -> Iterator[Path]:
 def make_model(folder: Path, shape: ModelShape) -> None:
     """Write a Llama: config, weight shards, tokenizer with a chat template."""
     pool, choice = Pool(shape.vocab_size * shape.hidden_size), random.Random(0)
-    table, ones = (shape.vocab_size, shape.hidden_size), Stored.of(torch.ones(shape.hidden_size))
+    table, ones = (shape.vocab_size, shape.hidden_size), Stored.from_tensor(torch.ones(shape.hidden_size))
     tensors = {"model.embed_tokens.weight": pool.take(choice, table)}
     for layer in range(shape.num_hidden_layers):
         prefix = f"model.layers.{layer}"
@@ -194,7 +194,7 @@ def _write_adapter(pool: Pool, folder: Path, linears: Linears, seed: int, rank: 
             # About the norms of random rows, so that activations keep their size.
             generator = torch.Generator().manual_seed(choice.randrange(2**32))
             factors = 1 + 0.1 * (2 * torch.rand(outputs, generator=generator) - 1)
-            magnitude = Stored.of(STD * math.sqrt(inputs) * factors)
+            magnitude = Stored.from_tensor(STD * math.sqrt(inputs) * factors)
             tensors[f"base_model.model.{name}.lora_magnitude_vector"] = magnitude
     _write_tensors(folder / "adapter_model.safetensors", tensors)
     config = {

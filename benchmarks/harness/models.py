@@ -76,7 +76,7 @@ def make_configs(**changes: Any) -> dict[str, Any]:
 
 
 def list_attentions(config: Any) -> tuple[str, ...]:
-    """Return the attention implementations of transformers that support the config without other packages."""
+    """Return transformers' attention implementations that support the config without additional packages."""
     return ("eager",) if getattr(config, "attn_logit_softcapping", None) else ("sdpa", "eager")
 
 
@@ -84,7 +84,7 @@ def list_attentions(config: Any) -> tuple[str, ...]:
 
 
 def write_adapter(
-    folder: Path, chance: np.random.Generator, rank: int, hidden: int, layers: int, modules: Sequence[str]
+    folder: Path, rng: np.random.Generator, rank: int, hidden: int, layers: int, modules: Sequence[str]
 ) -> None:
     """Write a random float32 adapter for square attention matrices, as PEFT saves it."""
     folder.mkdir(parents=True)
@@ -94,8 +94,8 @@ def write_adapter(
     for layer in range(layers):
         for module in modules:
             name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
-            tensors[f"{name}.lora_A.weight"] = chance.normal(0, 0.1, (rank, hidden)).astype(np.float32)
-            tensors[f"{name}.lora_B.weight"] = chance.normal(0, 0.1, (hidden, rank)).astype(np.float32)
+            tensors[f"{name}.lora_A.weight"] = rng.normal(0, 0.1, (rank, hidden)).astype(np.float32)
+            tensors[f"{name}.lora_B.weight"] = rng.normal(0, 0.1, (hidden, rank)).astype(np.float32)
     save_file(tensors, folder / "adapter_model.safetensors")
 
 
@@ -156,7 +156,7 @@ class Paged:
 
 
 def fill(paged: Paged, cache: DynamicCache, context: int) -> None:
-    """Fill the paged cache and the cache of transformers with the same noise."""
+    """Fill the paged cache and transformers' cache with the same noise."""
     num_heads, dim = paged.model.kv_shape
     missing = paged.tables.shape[1] * BLOCK_SIZE - context
     for layer, stored in enumerate(paged.kv_cache):

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.report import Record
 
-MAX_RATIO = 2.0  # to the largest gap of transformers in bfloat16
+MAX_RATIO = 2.0  # to transformers' largest gap in bfloat16
 MIN_TOLERANCE = 1e-3
 
 
@@ -74,7 +74,7 @@ def compare(folder: Path, samples: Sequence[Sample], model: Any = None) -> Agree
 
 
 def _summarize(ours: torch.Tensor, peers: torch.Tensor, base: torch.Tensor) -> Agreement:
-    """Count gaps of our tokens, of transformers in bfloat16, and of our tokens without the adapter."""
+    """Summarize the gaps of our tokens, of transformers' bfloat16 tokens, and of our tokens without the adapter."""
     tolerance = max(MAX_RATIO * float(peers.max()), MIN_TOLERANCE)
     return Agreement(
         num_tokens=len(ours),

@@ -79,7 +79,7 @@ class Server:
         return usage
 
     def send(
-        self, load: Sequence[LoadRequest], at_once: int, path: str = "/generate_stream", num_clients: int = 1
+        self, load: Sequence[LoadRequest], max_concurrency: int, path: str = "/generate_stream", num_clients: int = 1
     ) -> list[dict[str, Any]]:
         """Divide the load over client processes. Return the result of each client."""
         with tempfile.TemporaryDirectory() as folder:
@@ -88,7 +88,7 @@ class Server:
                 bodies, result = Path(folder, f"bodies-{number}.json"), Path(folder, f"result-{number}.json")
                 bodies.write_text(json.dumps([request.body for request in load[number::num_clients]]))
                 command = [sys.executable, CLIENT, self.url, bodies, result, "--path", path]
-                clients.append(subprocess.Popen([*command, "--at-once", str(at_once // num_clients)]))
+                clients.append(subprocess.Popen([*command, "--max-concurrency", str(max_concurrency // num_clients)]))
                 results.append(result)
             for client in clients:
                 assert client.wait(RUN_S) == 0, "a client failed"

@@ -249,7 +249,7 @@ def _find_model(parsed: ParsedSettings) -> Path:
     location = str(values.get("weights_cache_override", parsed.model_location))
 
     def check(folder: Path) -> None:
-        check_model_config(folder, parsed.model_id, needs_adapters=parsed.names_adapters)
+        check_model_config(folder, parsed.model_id, needs_adapters=parsed.has_adapters)
 
     if (path := find_local_model(location)) is not None:
         from lorax_server.gguf.model_folder import find_model_folder  # noqa: PLC0415 - slow

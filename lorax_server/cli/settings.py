@@ -41,7 +41,7 @@ class ParsedSettings:
         return self.token if self.values.get("use_global_hf_token") else None
 
     @property
-    def names_adapters(self) -> bool:
+    def has_adapters(self) -> bool:
         """Return True if the operator configured adapters, so the model must support them."""
         return any(self.values.get(key) for key in ("adapters_dir", "adapter_id", "preloaded_adapter_ids"))
 

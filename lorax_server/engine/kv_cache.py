@@ -50,7 +50,7 @@ class KvCache:
         return True
 
     def publish_full_blocks(self, sequences: Iterable[Sequence]) -> None:
-        """Publish each sequence's full blocks, as far as their token IDs are known."""
+        """Publish the full blocks of each sequence whose token IDs are known."""
         block_size = self._pool.block_size
         for sequence in sequences:
             num_published = sequence.num_published

@@ -297,10 +297,10 @@ def _exaone4_config(fields: _Fields) -> dict[str, Any]:
     if window is None:
         return {"sliding_window": None, "layer_types": ["full_attention"] * fields.require_int("block_count")}
     count, key = fields.require_int("block_count"), f"{fields.name}.attention.sliding_window_pattern"
-    slides = fields.file.get_list(key, bool, count) or [(layer + 1) % 4 != 0 for layer in range(count)]
+    has_window = fields.file.get_list(key, bool, count) or [(layer + 1) % 4 != 0 for layer in range(count)]
     return {
         "sliding_window": window,
-        "layer_types": ["sliding_attention" if each else "full_attention" for each in slides],
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in has_window],
     }
 
 

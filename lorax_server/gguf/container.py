@@ -207,14 +207,14 @@ class _Parser:
         self._check_layout(tensors, start, alignment)
         return GGUFFile(self._path, metadata, tensors)
 
-    def _table(self, noun: str, count: int, read: Callable[[], T]) -> dict[str, T]:
+    def _table(self, label: str, count: int, read: Callable[[], T]) -> dict[str, T]:
         table: dict[str, T] = {}
         for _ in range(count):
             name = self._string(MAX_NAME_BYTES)
             if not name.isprintable():
-                raise self._error(f"{noun} {name[:40]!r} has an invalid name")
+                raise self._error(f"{label} {name[:40]!r} has an invalid name")
             if name in table:
-                raise self._error(f"{noun} {name!r} is duplicated")
+                raise self._error(f"{label} {name!r} is duplicated")
             table[name] = read()
         return table
 

@@ -41,7 +41,7 @@ class BlockPanels(StoredMatrix):
     """Rows `start` to `stop` of a `BlockMatrix`, stored as panels `[panels, inputs / 32, bytes]`.
 
     For each panel and 32 inputs, the bytes are the integers `[groups, width, 4]`, then the scales
-    `[32 / block, width]`, then the offsets, if any. The values and the order of the inputs are those of `BlockMatrix`:
+    `[32 / block, width]`, then the offsets, if any. Values and input order are the same as in `BlockMatrix`:
     4-bit values remain packed. The last panel is padded with zeros.
     """
 

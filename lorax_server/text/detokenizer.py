@@ -124,8 +124,8 @@ class ByteDetokenizer(Detokenizer):
         added = [text for token_id in ids[read_offset:] if (text := self._bytes_of(token_id))]
         if not added:  # scanning back over special tokens for each token would be quadratic
             return Progress("", prefix_offset, len(ids))
-        decoder, begun = self._resume(ids, prefix_offset, read_offset)
-        if not begun:
+        decoder, has_text = self._resume(ids, prefix_offset, read_offset)
+        if not has_text:
             added[0] = self._scheme.first(added[0])
         return Progress(decoder.decode(b"".join(added)), self._context(ids, len(ids)), len(ids))
 
@@ -178,7 +178,7 @@ def _detect_scheme(decoder: Any) -> Scheme | None:
         mark = steps[0]["replacement"]
         first = bytes if steps[0].get("prepend_scheme") == "never" else lambda text: text.replace(b" ", b"")
         return Scheme(lambda name: name.replace(mark, " ").encode(), first)
-    if types[:3] == ["Replace", "ByteFallback", "Fuse"] and len(steps) <= 4 and all(map(_strips_a_space, steps[3:])):
+    if types[:3] == ["Replace", "ByteFallback", "Fuse"] and len(steps) <= 4 and all(map(_strips_space, steps[3:])):
         mark, content = steps[0]["pattern"].get("String"), steps[0]["content"]
         if mark:
             first = (lambda text: text.removeprefix(b" ")) if len(steps) == 4 else bytes
@@ -186,7 +186,7 @@ def _detect_scheme(decoder: Any) -> Scheme | None:
     return None
 
 
-def _strips_a_space(step: dict[str, Any]) -> bool:
+def _strips_space(step: dict[str, Any]) -> bool:
     return step["type"] == "Strip" and (step["content"], step["start"], step["stop"]) == (" ", 1, 0)
 
 

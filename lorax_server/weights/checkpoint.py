@@ -293,11 +293,11 @@ def estimate_bytes(folder: Path, dtype: torch.dtype, device: torch.device, bits:
         if is_host(device):
             return sum(path.stat().st_size for path in read_file_list(folder))
         return sum(math.prod(tensor.shape) for tensor in _open_gguf(folder).values()) * dtype.itemsize
-    count = _estimate_count(checkpoint)
+    count = _estimate_num_parameters(checkpoint)
     return count * dtype.itemsize if bits is None else count * bits // 8
 
 
-def _estimate_count(checkpoint: Path) -> int:
+def _estimate_num_parameters(checkpoint: Path) -> int:
     paths = set(read_index(checkpoint).values()) if checkpoint.suffix == ".json" else {checkpoint}
     if "safetensors" not in checkpoint.name:
         return sum(path.stat().st_size for path in paths) // torch.float32.itemsize

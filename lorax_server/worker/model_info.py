@@ -34,8 +34,8 @@ def find_max_length(model: PagedCausalLM) -> int:
     """Return the model's maximum sequence length, including dynamic RoPE scaling."""
     fields = ("max_position_embeddings", "max_seq_len", "seq_length")
     length = next((limit for field in fields if (limit := getattr(model.config, field, None))), DEFAULT_MAX_POSITIONS)
-    stretch = max((m.factor for m in model.modules() if isinstance(m, DynamicRotaryEmbedding)), default=1.0)
-    return int(length * stretch)
+    rope_factor = max((m.factor for m in model.modules() if isinstance(m, DynamicRotaryEmbedding)), default=1.0)
+    return int(length * rope_factor)
 
 
 def reserve_rotary(model: PagedCausalLM, max_length: int) -> None:

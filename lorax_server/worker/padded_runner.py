@@ -151,7 +151,10 @@ class PaddedRunner:
         return PaddedBatch.from_prompts(
             requests,
             [new.token_ids for new in plan.new_sequences],
-            [Chooser(SequenceSampling.of(new.sampling, new.stop), new.prompt_length) for new in plan.new_sequences],
+            [
+                Chooser(SequenceSampling.from_params(new.sampling, new.stop), new.prompt_length)
+                for new in plan.new_sequences
+            ],
             [_remaining_tokens(new) for new in plan.new_sequences],
             self._model.pad_token_id,
             self._model.device,

@@ -73,8 +73,8 @@ PATTERNS = [
 ]
 
 
-def test_first_matching_pattern_wins_as_in_peft() -> None:
-    """The first match wins, for single patterns and for all pairs."""
+def test_first_matching_pattern_is_used_as_in_peft() -> None:
+    """Check that the first match is used, for single patterns and for all pairs of patterns."""
     seen = set()
     for keys in [*itertools.permutations(PATTERNS, 2), *itertools.permutations(PATTERNS[:4], 4)]:
         pattern = {key: number for number, key in enumerate(keys, start=20)}

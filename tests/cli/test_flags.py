@@ -427,7 +427,7 @@ def test_s3_model_location_is_parsed(line: str, environ: dict[str, str], locatio
         ("--num-shard 2", "0,1,2,3", 2),
     ],
 )
-def test_number_of_shards_follows_flags_and_visible_gpus(line: str, visible: str, ranks: int) -> None:
+def test_num_shard_follows_flags_and_visible_gpus(line: str, visible: str, ranks: int) -> None:
     for name in ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"):
         parsed = read(line, {name: visible})
         assert parsed.make_config(Path("/model"), "cuda").engine.tensor_parallel == ranks
@@ -516,7 +516,7 @@ def test_unavailable_sources_are_rejected(line: str, message: str) -> None:
         ("--adapters-dir /x", "hub"),
     ],
 )
-def test_default_adapter_source(line: str, source: str) -> None:
+def test_default_adapter_source_follows_flags(line: str, source: str) -> None:
     assert config(line).default_source == source
 
 

@@ -146,6 +146,8 @@ def test_image_commands_install_healthy_server(tmp_path: Path) -> None:
             assert done.returncode == 0, f"{command}\n{done.stderr[-2000:]}"
     kernels = {path.name.split(".")[0] for path in prefix.rglob("lorax_server/kernels/cpu/_*.so")}
     assert kernels in ({"_neon"}, {"_avx2", "_avx512"})  # pip does not report kernels that could not be compiled
+    (tags,) = prefix.rglob("lorax_server-*.dist-info/WHEEL")
+    assert "Tag: py3-none-linux_" in tags.read_text()
     check_serving(prefix, tmp_path, find_port())
 
 

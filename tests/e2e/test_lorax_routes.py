@@ -166,7 +166,7 @@ def test_streams_have_sse_and_adapter_headers(server: Server) -> None:
     assert "x-total-time" not in headers
 
 
-def test_compute_characters_counts_characters(server: Server) -> None:
+def test_compute_characters_header_counts_prompt_characters(server: Server) -> None:
     assert generate(server, inputs="日本語👋").headers["x-compute-characters"] == "4"
 
 
@@ -367,7 +367,7 @@ def test_deadline_before_first_token_gets_error_status(server: Server) -> None:
 # --- Other routes -----------------------------------------------------------------------------------------------------
 
 
-def test_health_is_empty_and_info_has_limits(server: Server, folder: Path) -> None:
+def test_health_body_is_empty_and_info_contains_limits(server: Server, folder: Path) -> None:
     for path in ("/health", "/ping", "/", "/startup"):
         reply = server.send("GET", path)
         assert (reply.status, reply.body) == (200, b"")

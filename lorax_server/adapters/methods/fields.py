@@ -124,7 +124,7 @@ class ConfigReader:
     def check_fields(self, method: Method) -> None:
         fields = FIELDS[method]
         for key, value in self.raw.items():
-            if is_off(value) or key in fields.served | fields.training:
+            if is_disabled(value) or key in fields.served | fields.training:
                 continue
             if key in fields.unsupported:
                 raise self.error(key, f"is not supported: {fields.unsupported[key]}")
@@ -141,7 +141,7 @@ class ConfigReader:
         if not isinstance(value, dict) or not set(value) <= {"beta", "gamma"}:  # both affect training only
             raise self.error("kasa_config", "must be an object with beta and gamma")
         for other in ("use_dora", "use_bdlora"):
-            if not is_off(self.raw.get(other)):
+            if not is_disabled(self.raw.get(other)):
                 raise self.error("kasa_config", f"cannot be combined with {other}")
         return True
 
@@ -231,7 +231,7 @@ def _is_list_of(value: Any, kind: type) -> bool:
     return isinstance(value, list) and all(type(item) is kind for item in value)
 
 
-def is_off(value: Any) -> bool:
+def is_disabled(value: Any) -> bool:
     return value is None or value is False or value in ("", [], {})
 
 

@@ -96,8 +96,8 @@ class HostTier:
 
     def _find_droppable(self, include_started: bool) -> Iterator[AdapterEntry]:
         for entry in self._entries.values():
-            is_on_its_way = entry.index is not None or entry.is_wanted
-            if not entry.num_started and (entry.is_loaded or not is_on_its_way):
+            is_being_loaded = entry.index is not None or entry.is_wanted
+            if not entry.num_started and (entry.is_loaded or not is_being_loaded):
                 yield entry
         for entry in self._entries.values() if include_started else ():
             if entry.num_started and entry.is_loaded:  # stays on the device until its requests finish

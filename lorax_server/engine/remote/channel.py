@@ -209,7 +209,7 @@ class EngineChannel:
         reason = str(error) if isinstance(error, LoraxError) else f"{type(error).__name__}: {error}"
         user_error = None
         if isinstance(error, LoraxError) and not isinstance(error, EngineError):
-            user_error = Failure.of(error)
+            user_error = Failure.from_error(error)
         self.send(messages.Failed(reason.encode(errors="backslashreplace").decode(), user_error))
 
     def fail(self, error: Exception) -> None:

@@ -163,7 +163,7 @@ def reply_to_unreadable(data: bytes, error: ChannelError) -> FromEngine | None:
         return None
     match message:
         case {"query_id": int(query_id)}:
-            return QueryFailed(query_id, Failure.of(failure))
+            return QueryFailed(query_id, Failure.from_error(failure))
         case {"request": {"request_id": int(request_id)}}:
             return Outputs([Output.failed(request_id, failure)])
     return None

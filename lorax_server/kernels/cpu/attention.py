@@ -48,17 +48,17 @@ class CpuAttention:
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Apply RoPE as `reference.rotary` does."""
         tokens, heads, _ = x.shape
-        angles, turned = cos, sin
+        cosines, sines = cos, sin
         if cos.dtype != torch.float32 or not (cos.is_contiguous() and sin.is_contiguous()):
-            angles, turned = cos.float().contiguous(), sin.float().contiguous()
+            cosines, sines = cos.float().contiguous(), sin.float().contiguous()
         self._library.rotary(
             x.data_ptr(),
             *_strides(x),
             tokens,
             heads,
-            angles.data_ptr(),
-            turned.data_ptr(),
-            angles.shape[1],
+            cosines.data_ptr(),
+            sines.data_ptr(),
+            cosines.shape[1],
             DTYPES[x.dtype],
         )
 

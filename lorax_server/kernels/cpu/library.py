@@ -3,7 +3,7 @@
 import ctypes
 import os
 import platform
-import sysconfig
+import sys
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
@@ -70,11 +70,13 @@ class Library:
 
 def _find_library() -> tuple[str, Path]:
     capability = torch.backends.cpu.get_cpu_capability()
+    if sys.platform != "linux":
+        raise LibraryUnavailableError("they exist only for Linux")
     names = ("neon",) if _is_arm() else INSTRUCTION_SETS.get(capability, ())
     if not names:
         raise LibraryUnavailableError(f"this CPU has no supported vector instructions (torch capability: {capability})")
     for name in names:
-        path = PACKAGE_DIR / f"_{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
+        path = PACKAGE_DIR / f"_{name}.so"
         if path.exists():
             return name, path
     raise LibraryUnavailableError(
@@ -118,9 +120,9 @@ def _load_torch_openmp() -> ctypes.CDLL:
     found = [path for path in _loaded_libraries() if os.path.basename(path).startswith(OPENMP_PREFIXES)]
     if not found:
         raise LibraryUnavailableError("torch has no OpenMP library, which sets the number of threads")
-    beside_torch = str(Path(torch.__file__).parent)  # the library is in torch/ or in torch.libs/
-    ours = [path for path in found if path.startswith(beside_torch)]
-    return ctypes.CDLL((ours or found)[0], mode=ctypes.RTLD_GLOBAL)
+    torch_folder = str(Path(torch.__file__).parent)  # the library is in torch/ or in torch.libs/
+    bundled = [path for path in found if path.startswith(torch_folder)]
+    return ctypes.CDLL((bundled or found)[0], mode=ctypes.RTLD_GLOBAL)
 
 
 def _loaded_libraries() -> list[str]:

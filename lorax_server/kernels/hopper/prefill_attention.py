@@ -34,7 +34,7 @@ class PrefillVariant:
     soft_cap: bool
 
     @property
-    def groups(self) -> int:
+    def num_warpgroups(self) -> int:
         """Return the number of compute warpgroups (64 rows each): three if registers allow, otherwise two."""
         return 3 if self.head_dim <= 64 else 2
 
@@ -46,11 +46,11 @@ class PrefillVariant:
     @property
     def rows(self) -> int:
         """Return the number of rows per block: tokens x packed heads."""
-        return 64 * self.groups
+        return 64 * self.num_warpgroups
 
     @property
     def threads(self) -> int:
-        return 128 * (self.groups + 1)
+        return 128 * (self.num_warpgroups + 1)
 
     @property
     def shared_bytes(self) -> int:
@@ -62,7 +62,7 @@ class PrefillVariant:
     @property
     def source(self) -> str:
         soft_cap = "true" if self.soft_cap else "false"
-        sizes = f"{self.head_dim}, {self.keys}, {STAGES}, {self.groups}"
+        sizes = f"{self.head_dim}, {self.keys}, {STAGES}, {self.num_warpgroups}"
         arguments = f"{CUDA_TYPES[self.dtype]}, {sizes}, {soft_cap}"
         return "\n".join(
             (

@@ -82,8 +82,10 @@ class Key(Permissions, frozen=True):
         if has_revisions is None:
             has_revisions = source == HUB
         names = {name, name.partition("@")[0]} if has_revisions else {name}
-        climbs = ".." in name.split("/")
-        return not climbs and any(_matches(pattern, source, names, default_source) for pattern in self.adapters)
+        has_parent_reference = ".." in name.split("/")
+        return not has_parent_reference and any(
+            _matches(pattern, source, names, default_source) for pattern in self.adapters
+        )
 
     def check_may_use(self, source: str, name: str, default_source: str, has_revisions: bool | None = None) -> None:
         if not self.may_use(source, name, default_source, has_revisions):

@@ -43,8 +43,8 @@ class TokenBucket:
     def consume(self, amount: int) -> None:
         if self.per_minute:
             now = self._clock()
-            earned = (now - self._updated_at) * self.per_minute / MINUTE_S
-            self._level = min(float(self.per_minute), self._level + earned) - amount
+            refill = (now - self._updated_at) * self.per_minute / MINUTE_S
+            self._level = min(float(self.per_minute), self._level + refill) - amount
             self._updated_at = now
 
 

@@ -42,7 +42,9 @@ def make_router(service: Service) -> APIRouter:
     @router.post("/generate", operation_id="generate", response_model=GenerateResponse, responses=ERRORS)
     async def generate(request: Request, body: GenerateRequest) -> Response:
         """Complete a prompt."""
-        return await RequestContext(service, request).run(lambda context: _generate_whole(context, body, as_list=False))
+        return await RequestContext(service, request).run(
+            lambda context: _generate_response(context, body, as_list=False)
+        )
 
     @router.post("/generate_stream", operation_id="generate_stream", response_class=Response, responses=ERRORS)
     async def generate_stream(request: Request, body: GenerateRequest) -> Response:
@@ -53,7 +55,9 @@ def make_router(service: Service) -> APIRouter:
         """Complete a prompt. The response is a list with one item, or a stream if `stream` is true."""
         if body.stream:
             return await generate_stream(request, body)
-        return await RequestContext(service, request).run(lambda context: _generate_whole(context, body, as_list=True))
+        return await RequestContext(service, request).run(
+            lambda context: _generate_response(context, body, as_list=True)
+        )
 
     for path, name in (("/", "answer"), ("/invocations", "invoke")):
         router.post(path, operation_id=name, response_model=list[GenerateResponse], responses=ERRORS)(compat)
@@ -73,7 +77,7 @@ async def _prepare(context: RequestContext, body: GenerateRequest, is_stream: bo
     return await context.prepare(await context.resolve(choice), body.inputs, options)
 
 
-async def _generate_whole(context: RequestContext, body: GenerateRequest, as_list: bool) -> Response:
+async def _generate_response(context: RequestContext, body: GenerateRequest, as_list: bool) -> Response:
     generations = await _prepare(context, body, is_stream=False)
     await finish_all(generations)
     return await context.build_response(lambda: _write(context, body, generations, as_list))
@@ -293,8 +297,8 @@ def _check_ranges(parameters: GenerateParameters, config: ServerConfig) -> None:
         ),
         (parameters.max_new_tokens, lambda value: value >= 1, "`max_new_tokens` must be strictly positive"),
     )
-    for value, holds, message in rules:
-        check(value is None or holds(value), message)  # NaN fails every rule
+    for value, is_valid, message in rules:
+        check(value is None or is_valid(value), message)  # NaN fails every rule
 
 
 def _is_penalty(value: float) -> bool:
