@@ -54,9 +54,9 @@ class SpeculativeDrafter:
         if state is None:
             state = self._states[sequence] = _SequenceState(sequence)
         token_ids, accuracy = sequence.token_ids, history.accuracy
-        for guess, token_id in zip(state.guesses, token_ids[state.first :], strict=False):
-            accuracy.record(guess.kind, guess.token_id == token_id)
-            if guess.token_id != token_id:
+        for earlier, token_id in zip(state.guesses, token_ids[state.first :], strict=False):
+            accuracy.record(earlier.kind, earlier.token_id == token_id)
+            if earlier.token_id != token_id:
                 break
         state.lookup.update(token_ids)
         state.first, state.guesses = len(token_ids), []

@@ -14,6 +14,7 @@ from lorax_server.llm import LLM
 from lorax_server.types import EngineStatus, SamplingParams, StopParams
 from lorax_server.worker import worker
 from lorax_server.worker.graphs import GraphSizes
+from lorax_server.worker.runner import PagedRunner
 from tests.engine.speculation.requests import ADAPTERS, MODEL, NAMES, RandomRequest, make_prompt, make_requests
 
 SETTINGS: dict[str, Any] = {
@@ -112,7 +113,7 @@ def test_mixed_requests_in_padded_graphs(monkeypatch: pytest.MonkeyPatch) -> Non
     """Run eagerly on the padded inputs of CUDA graphs."""
     sizes = GraphSizes.choose(SETTINGS["max_num_seqs"], SETTINGS["max_step_tokens"])
     monkeypatch.setattr(GraphSizes, "choose_for_cpu", lambda: sizes)
-    monkeypatch.setattr(worker, "PagedRunner", partial(worker.PagedRunner, capture=False))
+    monkeypatch.setattr(worker, "PagedRunner", partial(PagedRunner, capture=False))
     check_requests(12, 8, monkeypatch)
 
 
