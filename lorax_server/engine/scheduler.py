@@ -31,7 +31,7 @@ class Drafter(Protocol):
     def waits(self, sequence: Sequence) -> bool:
         """Return True if a sequence must wait for its token in flight, because drafts continue known tokens."""
 
-    def record_step(self, num_tokens: int, seconds: float) -> None:
+    def record_step(self, num_sequences: int, num_drafted: int, seconds: float) -> None:
         """Record the time of a step in which every sequence decodes."""
 
     def finish(self, sequence: Sequence) -> None:
@@ -166,7 +166,8 @@ class Scheduler:
         assert done.number == result.step, f"expected the result of step {done.number}, got {result.step}"
         seconds = self._backlog.record_step(done.num_tokens, done.submitted_at, self._clock())
         if self._drafter is not None and done.is_decode:
-            self._drafter.record_step(done.num_tokens, seconds)
+            num_sequences = len(done.sampled)
+            self._drafter.record_step(num_sequences, done.num_tokens - num_sequences, seconds)
         self._adapters.completed(result.step, result.loaded)
         for index, ((sequence, start), logprobs) in enumerate(
             zip(done.scored_prompts, result.prompt_logprobs, strict=True)

@@ -8,7 +8,6 @@ from lorax_server.engine.speculation.step_costs import StepCosts
 
 MIN_GAIN = 1.1  # expected speedup below which no tokens are drafted, because drafts have costs outside the model
 RETRY_TOKENS = 16  # tokens between attempts of a sequence without drafts, if several steps are in flight
-MAX_THRESHOLD = 0.95  # required probability of the first draft token above which nothing is guessed
 
 
 class _SequenceState:
@@ -45,9 +44,9 @@ class SpeculativeDrafter:
         """Return draft tokens that follow the sequence's tokens, or nothing."""
         if self._max_batch_size is not None and num_running > self._max_batch_size:
             return []
-        fixed = self._costs.ratio / num_running  # this sequence's part of a step's fixed costs, in tokens
-        if 1 / (fixed + 1) > MAX_THRESHOLD:
-            return []
+        plain = self._costs.count_plain_tokens(num_running)
+        if plain < MIN_GAIN:
+            return []  # even a right draft token would cost too much
         request = sequence.request
         history = self._histories.find(request.tenant, (request.adapter_identity, request.salt))
         state = self._states.get(sequence)
@@ -74,7 +73,7 @@ class SpeculativeDrafter:
                 break
             state.guesses.append(guess)
             probability *= likely
-            if probability * (fixed + 1 + len(draft)) < expected:
+            if probability * (plain + len(draft)) < expected:
                 break  # the token's costs exceed its benefit
             expected += probability
             draft.append(guess.token_id)
@@ -82,7 +81,7 @@ class SpeculativeDrafter:
             is_copy = position and token_ids[position] == guess.token_id
             position = position + 1 if is_copy and position + 1 < len(token_ids) else 0
             length += 1
-        speedup = expected * (fixed + 1) / (fixed + 1 + len(draft))
+        speedup = expected * plain / (plain + len(draft))
         if speedup < MIN_GAIN:
             state.next_try = len(token_ids) + RETRY_TOKENS
             return []
@@ -93,8 +92,9 @@ class SpeculativeDrafter:
         state = self._states.get(sequence)
         return state is None or len(sequence.token_ids) + sequence.num_in_flight >= state.next_try
 
-    def record_step(self, num_tokens: int, seconds: float) -> None:
-        self._costs.record(num_tokens, seconds)
+    def record_step(self, num_sequences: int, num_drafted: int, seconds: float) -> None:
+        """Record the time of a step in which every sequence decodes."""
+        self._costs.record(num_sequences, num_drafted, seconds)
 
     def finish(self, sequence: Sequence) -> None:
         """Index a finished completion."""

@@ -138,8 +138,9 @@ def test_tenant_memory_is_bounded() -> None:
 
 def measured(drafter: SpeculativeDrafter, fixed_s: float, per_token_s: float) -> None:
     for _ in range(50):
-        for num_tokens in (1, 2, 4, 9):
-            drafter.record_step(num_tokens, fixed_s + per_token_s * num_tokens)
+        for num_sequences, num_drafted in ((1, 0), (1, 3), (4, 0), (4, 12)):
+            seconds = fixed_s + per_token_s * (num_sequences + num_drafted)
+            drafter.record_step(num_sequences, num_drafted, seconds)
 
 
 @pytest.mark.parametrize(("fixed_s", "num_running", "drafts"), [(1.0, 1, True), (1.0, 200, False), (0.0, 1, False)])
@@ -187,13 +188,26 @@ def test_accuracy_follows_recent_guesses() -> None:
 
 def test_step_costs_are_fitted() -> None:
     costs = StepCosts()
-    assert costs.ratio == PRIOR_RATIO
+    assert costs.count_plain_tokens(1) == PRIOR_RATIO + 1
     for _ in range(200):
-        for num_tokens in (1, 4, 8):
-            costs.record(num_tokens, 0.02 + 0.001 * num_tokens)
-    assert costs.ratio == pytest.approx(20, rel=0.1)
-    costs.record(1, 100.0)  # one slow step
-    assert costs.estimate_seconds(1) < 0.03
+        for num_sequences in (1, 8):
+            costs.record(num_sequences, 0, 0.02 + 0.002 * num_sequences)
+            costs.record(num_sequences, 4, 0.02 + 0.002 * num_sequences + 0.004)
+    assert costs.estimate_plain(4) == pytest.approx(0.028, rel=0.1)
+    assert costs.count_plain_tokens(4) == pytest.approx(7, rel=0.2)
+    costs.record(4, 0, 100.0)  # one slow step
+    assert costs.estimate_plain(4) < 0.03
+
+
+def test_draft_costs_are_measured_again_after_a_while() -> None:
+    costs = StepCosts()
+    for _ in range(200):
+        costs.record(4, 0, 0.01)
+        costs.record(4, 4, 0.05)
+    before = costs.count_plain_tokens(4)
+    for _ in range(5000):
+        costs.record(4, 0, 0.01)
+    assert before < 1 < costs.count_plain_tokens(4)
 
 
 def test_state_of_finished_sequences_is_dropped() -> None:
