@@ -19,6 +19,7 @@ from lorax_server.engine.admission import Limits
 from lorax_server.engine.block_pool import BlockPool
 from lorax_server.engine.engine import Engine, Executor
 from lorax_server.engine.scheduler import Scheduler
+from lorax_server.engine.speculation.drafter import SpeculativeDrafter
 from lorax_server.errors import EngineError, SourceError
 from lorax_server.phases import Phases
 from lorax_server.structured_output.manager import StructuredOutput
@@ -30,6 +31,7 @@ from lorax_server.worker.memory import adapter_host_bytes
 
 logger = logging.getLogger(__name__)
 
+CPU_DRAFT_TOKENS = 8  # default of `speculative_tokens` on CPUs
 WARM_UP_TOKENS = 8
 # Limits for measuring the decode speed at startup.
 MAX_MEASURED_STEPS = 16
@@ -79,7 +81,7 @@ def assemble(
         max_wait_s=config.max_wait_s,
         adapter_timeout_s=config.adapter_timeout_s,
     )
-    scheduler = Scheduler(limits, pool, table, config.tenant_weights)
+    scheduler = Scheduler(limits, pool, table, config.tenant_weights, drafter=build_drafter(config))
     finder = AdapterFinder(
         AdapterSources(
             build_sources(config.sources, config.adapter_timeout_s) if sources is None else sources,
@@ -96,6 +98,14 @@ def assemble(
     if capabilities.task == "generate":
         structured_output = StructuredOutput.for_device(make_vocabulary, config.model.device)
     return Engine(executor, scheduler, pool, table, resolver, structured_output)
+
+
+def build_drafter(config: EngineConfig) -> SpeculativeDrafter | None:
+    """Return the drafter for speculative decoding, or None if speculation is disabled."""
+    max_tokens = config.speculative_tokens
+    if max_tokens is None:
+        max_tokens = CPU_DRAFT_TOKENS if config.model.device == "cpu" else 0
+    return SpeculativeDrafter(max_tokens, config.speculation_max_batch_size) if max_tokens else None
 
 
 def build_vocabulary(model: Path) -> Vocabulary:
@@ -142,7 +152,7 @@ def _time_decode_step(engine: Engine, count: int) -> float:
     max_length = engine.capabilities.max_length
     prompt_ids = [0] * min(WARM_UP_TOKENS, max(1, max_length - 2))
     stop = StopParams(max_new_tokens=min(count, max_length - len(prompt_ids)), ignore_eos=True)
-    engine.add(Request(0, prompt_ids, SamplingParams(), stop))
+    engine.add(Request(0, prompt_ids, SamplingParams(), stop, speculation=False))
     times = []
     while engine.has_work:
         for output in engine.step():

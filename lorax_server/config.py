@@ -162,6 +162,16 @@ class EngineConfig(Settings):
     max_prefill_chunk_tokens: int | None = setting(
         None, "maximum tokens of one prompt per step", none="no limit", aliases=("--max-chunk",)
     )
+    speculative_tokens: int | None = setting(
+        None,
+        "maximum draft tokens per sequence and step, guessed from the prompt and from earlier completions of the same "
+        "adapter and tenant; 0 disables speculation",
+        none="8 on a CPU, 0 on a GPU",
+        at_least=0,
+    )
+    speculation_max_batch_size: int | None = setting(
+        None, "no draft tokens while more sequences are running", none="follows from measured step times"
+    )
     max_length: int | None = setting(
         None,
         "maximum tokens per request, prompt and completion together",

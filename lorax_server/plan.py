@@ -74,6 +74,13 @@ class Prepared:
 # --- Steps ------------------------------------------------------------------------------------------------------------
 
 
+class Drafts(NamedTuple):
+    """Draft tokens to verify in a step: the last tokens of their sequences, guessed by the engine."""
+
+    counts: Ints  # draft tokens per sequence, in plan order
+    token_ids: Ints  # all draft tokens, in plan order
+
+
 class NewSequence(NamedTuple):
     """A sequence that starts running in `slot`, with all its tokens so far."""
 
@@ -90,13 +97,14 @@ class StepPlan:
     """One step as data. Each column has one entry per sequence, sorted by adapter. A plan may have no sequences.
 
     A plan contains token positions, not token IDs, because the workers store the tokens. Sampled tokens may not have
-    reached the engine yet.
+    reached the engine yet. Draft tokens are the exception. A sequence with draft tokens samples one token after each of
+    them, and one before the first.
     """
 
     step: int
     slots: Ints
     starts: Ints  # number of tokens computed in earlier steps
-    counts: Ints  # number of tokens to compute in this step
+    counts: Ints  # number of tokens to compute in this step, including draft tokens
     samples: Bools  # True if the step samples the next token
     scores_prompt: Bools  # True if the step returns log probabilities of prompt tokens
     adapter_indices: Ints
@@ -104,6 +112,7 @@ class StepPlan:
     new_blocks: Ints  # [blocks, 3]: slot, index in the slot's block table, block
     adapter_ops: tuple[AdapterOp, ...] = ()  # executed before the step, in this order
     is_masked: bool = False  # sampling waits for `StepMasks`
+    drafts: Drafts | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -113,20 +122,24 @@ class StepPlan:
         """Return a plan with the same slot and block updates, but no tokens and no adapter operations."""
         none, no = np.empty(0, np.int64), np.empty(0, np.bool_)
         plan = replace(self, slots=none, starts=none, counts=none, adapter_indices=none)
-        return replace(plan, samples=no, scores_prompt=no, adapter_ops=(), is_masked=False)
+        return replace(plan, samples=no, scores_prompt=no, adapter_ops=(), is_masked=False, drafts=None)
 
 
 class StepMasks(NamedTuple):
-    """Token masks for some sampled sequences in a step."""
+    """Token masks for some sampled tokens in a step."""
 
-    rows: Ints  # rows of the logits, which are indices among the sequences with `samples`
+    rows: Ints  # rows of the logits: indices in `StepResult.token_ids`
     masks: Sequence[npt.NDArray[np.int32]]  # one bit per token; tokens beyond a mask's end are not allowed
     forced: tuple[tuple[int, tuple[int, ...]], ...] = ()  # (row, forced tokens after the sampled token)
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of a step: one sampled token for each sequence with `samples`, in plan order."""
+    """The result of a step: sampled tokens for each sequence with `samples`, in plan order.
+
+    A sequence has one sampled token, and one more for each draft token. A sampled token is valid if all draft tokens
+    before it are equal to the sampled tokens at their positions.
+    """
 
     step: int
     token_ids: list[int]

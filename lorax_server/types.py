@@ -139,6 +139,7 @@ class Request:
     structure: Structure | None = None
     vocabulary: TokenTable | None = None  # set with `structure` if the adapter changes the vocabulary
     second_start: int = 0  # first token of the second text in a pair, for models with token types; 0 for one text
+    speculation: bool = True  # verify draft tokens, and use the completion for later drafts
 
 
 class FinishReason(IntEnum):
@@ -212,6 +213,8 @@ class Output(NamedTuple):
     prompt_logprobs: list[float] | None = None  # from the second prompt token on
     prompt_alternatives: list[Alternatives] | None = None  # at the same positions
     pooled: Pooled | None = None  # the whole result of a model without text generation
+    num_drafted: int = 0  # draft tokens that the step verified
+    num_accepted: int = 0  # draft tokens that were right; the first tokens are these, and one more
 
     @classmethod
     def failed(cls, request_id: int, error: LoraxError) -> "Output":
@@ -294,6 +297,8 @@ class SchedulerCounters:
     preemptions: int = 0  # preemptions because of too few free KV blocks
     fairness_preemptions: int = 0  # preemptions for tenants below their share
     rejected: int = 0  # requests rejected because of overload
+    drafted_tokens: int = 0  # draft tokens that were verified
+    accepted_tokens: int = 0  # draft tokens that were equal to the sampled tokens
 
 
 @dataclass

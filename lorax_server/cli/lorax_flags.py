@@ -28,6 +28,8 @@ FLAG_NAMES = {
     "cache_tokens": "--max-batch-total-tokens",
     "adapter_memory_fraction": "--adapter-memory-fraction",
     "gpu_memory_fraction": "--cuda-memory-fraction",
+    "speculative_tokens": "--speculative-tokens",
+    "speculation_max_batch_size": "--speculation-max-batch-size",
     "json_logs": "--json-output",
     "otlp_endpoint": "--otlp-endpoint",
 }
@@ -48,9 +50,6 @@ WATERMARK = "watermarks have gamma 0.5 and delta 2.0"
 IGNORED_FLAGS = {
     "compilation is not configurable": (
         "--compile", "--eager", "--compile-max-batch-size", "--compile-max-rank", "--compile-batch-size",
-    ),
-    "speculative decoding is not supported; completions are the same without it": (
-        "--speculative-tokens", "--speculation-max-batch-size",
     ),
     "requests are validated in the API process": ("--validation-workers",),
     "requests can join the batch at every step": (

@@ -106,13 +106,14 @@ class Backlog:
         """Estimate the time for computing `num_tokens` in seconds. The estimate is 0 before the first step."""
         return num_tokens * self._seconds / self._computed if self._computed else 0.0
 
-    def record_step(self, num_tokens: int, submitted: float, now: float) -> None:
-        """Record a finished step. Time that overlaps with the previous step counts only once."""
+    def record_step(self, num_tokens: int, submitted: float, now: float) -> float:
+        """Record a finished step and return its seconds. Time that overlaps with the previous step counts only once."""
         seconds = now - max(submitted, self._last_end)
         self._last_end = now
         if num_tokens:
             self._computed = self._computed * AVERAGE_DECAY + num_tokens
             self._seconds = self._seconds * AVERAGE_DECAY + seconds
+        return seconds
 
     def record_completion(self, num_generated: int) -> None:
         """Record the length of a finished completion."""

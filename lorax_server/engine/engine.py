@@ -20,6 +20,7 @@ from lorax_server.errors import AdapterError, EngineError, LoraxError, NotSuppor
 from lorax_server.plan import Capabilities, Prepared, StepMasks, StepPlan, StepResult
 from lorax_server.structured_output.manager import StructuredOutput
 from lorax_server.structured_output.matcher import GrammarState
+from lorax_server.structured_output.vocabulary import TokenMask
 from lorax_server.types import AdapterRef, AdapterStage, AdapterState, EngineStatus, Merge, Output, Request, Resolved
 
 MASK_WAIT_S = 0.005  # maximum wait for late token masks if other sequences in the batch are ready
@@ -315,7 +316,7 @@ class Engine:
         found = self._structured_output.collect_masks(ids, wait_s, BLOCKED_MASK_WAIT_S, num_unmasked)
         ready = [(number, found[request_id]) for number, request_id in masked if request_id in found]
         late = [number for number, request_id in masked if request_id not in found]
-        masks = _build_masks(ready, step)
+        masks = _build_masks(ready, step, self._structured_output.max_forced)
         problem = self._executor.mask(masks)
         if problem is None:
             step.append_forced_tokens(masks.forced)
@@ -328,17 +329,17 @@ class Engine:
                 done.set_exception(error) if error is not None else done.set_result(None)
 
 
-def _build_masks(ready: Sequence[tuple[int, GrammarState]], step: SubmittedStep) -> StepMasks:
-    """Return the token masks for a step. For forced tokens, the mask allows only the first forced token."""
-    masks, forced = [], []
-    for index, state in ready:
-        mask, tokens = state.mask, state.forced
-        if not tokens:
-            masks.append(mask)
-            continue
-        only = np.zeros_like(mask)
-        only.view(np.uint32)[tokens[0] // 32] = 1 << tokens[0] % 32
-        masks.append(only)
-        if following := tuple(tokens[1 : 1 + step.max_forced_tokens(index)]):
-            forced.append((index, following))
-    return StepMasks(np.array([index for index, _ in ready], np.int64), masks, tuple(forced))
+def _build_masks(ready: Sequence[tuple[int, GrammarState]], step: SubmittedStep, max_forced: int) -> StepMasks:
+    """Return the token masks for a step, and cut drafts that their grammar does not allow."""
+    rows, masks, forced = list[int](), list[TokenMask](), []
+    for number, state in ready:
+        draft = step.drafts.get(number, ())
+        found, following = state.mask_draft(draft, max_forced)
+        first, last = step.first_row(number), len(found) - 1
+        rows += range(first, first + len(found))
+        masks += found
+        if last < len(draft):
+            step.cut_draft(number, last)
+        if following := following[: step.max_forced_tokens(number, len(found))]:
+            forced.append((first + last, tuple(following)))
+    return StepMasks(np.array(rows, np.int64), masks, tuple(forced))

@@ -14,6 +14,10 @@ class KvCache:
         self._can_reuse = can_reuse
 
     @property
+    def block_size(self) -> int:
+        return self._pool.block_size
+
+    @property
     def num_tokens(self) -> int:
         return self._pool.num_blocks * self._pool.block_size
 

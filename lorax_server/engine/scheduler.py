@@ -4,7 +4,8 @@ import math
 import time
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
 from lorax_server.engine.adapters.table import AdapterTable
 from lorax_server.engine.admission import Backlog, Limits, check_request, make_nan_error
@@ -17,6 +18,24 @@ from lorax_server.engine.step_builder import BatchColumns, CachedDecodeBatch, St
 from lorax_server.errors import LoraxError
 from lorax_server.plan import NewSequence, StepPlan, StepResult
 from lorax_server.types import Output, Request, SampledToken, SchedulerCounters, StartInfo
+
+MAX_SAMPLED_ROWS = 64  # sampled tokens per step with drafts, at least `max_num_seqs`; limits the logits' memory
+
+
+class Drafter(Protocol):
+    """Guesses the next tokens of sequences. A step verifies the guesses, so they never change a completion."""
+
+    def propose(self, sequence: Sequence, num_running: int) -> Iterable[int]:
+        """Return draft tokens that follow the sequence's tokens, or nothing."""
+
+    def waits(self, sequence: Sequence) -> bool:
+        """Return True if a sequence must wait for its token in flight, because drafts continue known tokens."""
+
+    def record_step(self, num_sequences: int, num_drafted: int, seconds: float) -> None:
+        """Record the time of a step in which every sequence decodes."""
+
+    def finish(self, sequence: Sequence) -> None:
+        """Learn from a finished or aborted completion."""
 
 
 class Scheduler:
@@ -33,12 +52,14 @@ class Scheduler:
         adapters: AdapterTable,
         weights: Mapping[str, float] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        drafter: Drafter | None = None,
     ) -> None:
         self.limits = limits
         self.counters = SchedulerCounters()
         self._cache = KvCache(pool, limits.can_reuse)
         self._adapters = adapters
         self._clock = clock
+        self._drafter = drafter if limits.can_chunk else None
         self._backlog = Backlog(limits, self.counters)
         self.queues = Queues(limits, adapters, FairQueue(weights, limits.max_num_seqs), self._fail, clock)
         self._waiting = self.queues.ready
@@ -107,9 +128,11 @@ class Scheduler:
         self.queues.fail_timed_out()
         self._preempt_for_fairness()
         builder = StepBuilder(self.limits.max_step_tokens, self.limits.max_prefill_chunk_tokens, self.limits.can_chunk)
-        forced, long = list[Sequence](), list[Sequence]()
+        forced, long, drafts = list[Sequence](), list[Sequence](), self._propose_drafts()
         for sequence in self._sort_running():
             num_tokens = sequence.num_uncomputed
+            if sequence in drafts or (sequence.num_in_flight and self._waits(sequence)):
+                continue
             if num_tokens == 1:
                 self._schedule_running(builder, sequence, 1, samples=True)  # the token budget suffices for all slots
             elif num_tokens > 1:  # scheduled after single-token sequences
@@ -117,7 +140,9 @@ class Scheduler:
         num_single = len(builder.sequences)
         self._decode_batch = builder.reuse_or_build(self._waiting.version, self._decode_batch)
         self._waiting.charge(self._decode_batch.sums)
-        if num_single:  # limit prompt tokens, which delay the next decode tokens
+        for sequence, draft in drafts.items():
+            self._schedule_draft(builder, sequence, draft)
+        if builder.sequences:  # limit prompt tokens, which delay the next decode tokens
             builder.budget = min(builder.budget, self.limits.max_mixed_tokens or builder.budget)
         is_short_of_blocks = False  # a running sequence needs blocks, so admit no new sequences
         reserve = builder.budget // 2 if long and self._must_reserve_tokens() else 0
@@ -126,7 +151,7 @@ class Scheduler:
             count = builder.chunk_size(num_tokens, reserve)
             if count > 0 and not self._schedule_running(builder, sequence, count, samples=count == num_tokens):
                 is_short_of_blocks = True
-        if forced or long:
+        if len(builder.sequences) > num_single:
             self._waiting.charge(builder.sum_tokens(num_single))
         while not is_short_of_blocks and builder.budget > 0 and self._free_slots and self._admit(builder):
             pass
@@ -139,23 +164,37 @@ class Scheduler:
         """Apply the result of the oldest step in flight, and return its outputs."""
         done = self.in_flight.popleft()
         assert done.number == result.step, f"expected the result of step {done.number}, got {result.step}"
-        self._backlog.record_step(done.num_tokens, done.submitted_at, self._clock())
+        seconds = self._backlog.record_step(done.num_tokens, done.submitted_at, self._clock())
+        if self._drafter is not None and done.is_decode:
+            num_sequences = len(done.sampled)
+            self._drafter.record_step(num_sequences, done.num_tokens - num_sequences, seconds)
         self._adapters.completed(result.step, result.loaded)
         for index, ((sequence, start), logprobs) in enumerate(
             zip(done.scored_prompts, result.prompt_logprobs, strict=True)
         ):
             sequence.record_prompt_logprobs(start, logprobs, result.prompt_alternatives.get(index))
         outputs, alternatives = list[Output](), result.alternatives
-        chosen = zip(done.sampled, result.token_ids, result.logprobs, strict=True)
-        for index, (sampled, token_id, logprob) in enumerate(chosen):
+        for number, sampled in enumerate(done.sampled):
             if sampled is None:
                 continue
             sampled.num_in_flight -= 1
+            rows, num_drafted = done.find_accepted(number, result), sampled.num_drafts
+            if num_drafted:
+                self._settle_draft(sampled, len(done.drafts[number]), len(rows) - 1)
             if not sampled.finished:
-                token = SampledToken(token_id, logprob, alternatives.get(index) if alternatives else None)
-                output = self._append_token(sampled, token)
+                tokens = tuple(
+                    [
+                        SampledToken(
+                            result.token_ids[row], result.logprobs[row], alternatives.get(row) if alternatives else None
+                        )
+                        for row in rows
+                    ]
+                )
+                output = self._append_tokens(sampled, tokens)
+                if num_drafted:
+                    output = output._replace(num_drafted=num_drafted, num_accepted=len(rows) - 1)
                 if result.pooled and output.failure is None:  # the token only marks the end of the sequence
-                    output = output._replace(tokens=(), pooled=result.pooled[index])
+                    output = output._replace(tokens=(), pooled=result.pooled[number])
                 outputs.append(output)
         self.counters.generated_tokens += sum([len(output.tokens) for output in outputs])
         return self.pop_failed() + outputs
@@ -171,16 +210,27 @@ class Scheduler:
         failed, self._failed = self._failed, []
         return failed
 
-    def _append_token(self, sequence: Sequence, token: SampledToken) -> Output:
+    def _settle_draft(self, sequence: Sequence, num_allowed: int, num_accepted: int) -> None:
+        """Roll back the rejected draft tokens. Later steps overwrite their KV cache entries.
+
+        `num_allowed` draft tokens are left after the grammar cut the draft.
+        """
+        if sequence.slot is not None:
+            sequence.num_computed -= num_allowed - num_accepted
+        self.counters.drafted_tokens += sequence.num_drafts
+        self.counters.accepted_tokens += num_accepted
+        sequence.num_drafts = 0
+
+    def _append_tokens(self, sequence: Sequence, tokens: tuple[SampledToken, ...]) -> Output:
         request_id = sequence.request.request_id
-        if math.isnan(token.logprob):
+        if math.isnan(tokens[-1].logprob):
             self._finish(sequence)
             is_merged = self._adapters.is_merged(sequence.request.adapter_identity)
             return Output.failed(request_id, make_nan_error(is_merged))
-        tokens: tuple[SampledToken, ...] = (token,)
+        new_ids = [token.token_id for token in tokens]
         if sequence.forced_tokens:
             tokens += tuple([SampledToken(each, 0.0) for each in sequence.forced_tokens])
-        reason = sequence.append(token.token_id)
+        reason = sequence.append(*new_ids)
         if reason is not None:
             self._backlog.record_completion(sequence.num_generated)
             self._finish(sequence)
@@ -190,6 +240,37 @@ class Scheduler:
         return output if sequence.started is None else sequence.attach_start_report(output)
 
     # --- Scheduling ---------------------------------------------------------------------------------------------------
+
+    def _propose_drafts(self) -> dict[Sequence, tuple[int, ...]]:
+        """Return draft tokens for running sequences.
+
+        While KV blocks are short, return nothing, so that drafts never cause a preemption.
+        """
+        drafts = dict[Sequence, tuple[int, ...]]()
+        num_spare = min(self.limits.max_step_tokens, max(MAX_SAMPLED_ROWS, self.limits.max_num_seqs))
+        num_spare -= len(self._running)
+        is_short = self._cache.num_free_tokens < 2 * len(self._running) * self._cache.block_size + num_spare
+        if self._drafter is None or is_short:
+            return drafts
+        for sequence in self._sort_running():
+            if num_spare <= 0:
+                break
+            if sequence.can_draft:
+                proposed = self._drafter.propose(sequence, len(self._running))
+                if draft := sequence.limit_draft(tuple(proposed), num_spare):
+                    drafts[sequence] = draft
+                    num_spare -= len(draft)
+        return drafts
+
+    def _waits(self, sequence: Sequence) -> bool:
+        return self._drafter is not None and sequence.request.speculation and self._drafter.waits(sequence)
+
+    def _schedule_draft(self, builder: StepBuilder, sequence: Sequence, draft: tuple[int, ...]) -> None:
+        """Add a running sequence and its draft tokens to the step, or only its next token if KV blocks are missing."""
+        if sequence.slot is not None and self._cache.allocate(sequence, 1 + len(draft)):
+            builder.add_tokens(sequence, 1, samples=True, draft=draft)
+        else:
+            self._schedule_running(builder, sequence, 1, samples=True)
 
     def _schedule_running(self, builder: StepBuilder, sequence: Sequence, count: int, samples: bool) -> bool:
         """Add a running sequence to the step. Return False if it was preempted or too few KV blocks are free."""
@@ -326,6 +407,8 @@ class Scheduler:
 
     def _remove_request(self, sequence: Sequence) -> None:
         sequence.finished = True
+        if self._drafter is not None and sequence.request.speculation:
+            self._drafter.finish(sequence)
         del self._by_id[sequence.request.request_id]
         if not sequence.has_started:
             self._backlog.num_tokens -= sequence.expected_tokens

@@ -1,6 +1,8 @@
 """The engine's state for one completion. Only the scheduler and its helper classes modify it."""
 
+import itertools
 import math
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from lorax_server.engine.block_pool import chain_hash, root_hash
@@ -15,7 +17,8 @@ class Sequence:
     request: Request
     arrival: int
     token_ids: list[int] = field(init=False)
-    num_in_flight: int = 0  # tokens sampled by steps in flight; their values are not known yet
+    num_in_flight: int = 0  # steps in flight that sample for this sequence; their tokens are not known yet
+    num_drafts: int = 0  # draft tokens in flight; until their step is done, no other step is scheduled
     forced_tokens: tuple[int, ...] = ()  # forced tokens that follow the token in flight
     has_forced_tokens: bool = False  # forced tokens are waiting to be computed
     num_computed: int = 0  # tokens in the KV cache once the steps in flight finish
@@ -72,6 +75,8 @@ class Sequence:
     @property
     def num_uncomputed(self) -> int:
         """The number of tokens to compute before the next token can be sampled, or 0 if the last token is in flight."""
+        if self.num_drafts:
+            return 0
         num_tokens = len(self.token_ids) + self.num_in_flight + len(self.forced_tokens)
         return num_tokens - self.num_computed if num_tokens < self._max_tokens else 0
 
@@ -80,18 +85,29 @@ class Sequence:
         """The number of tokens that may be generated after the tokens in flight."""
         return self._max_tokens - len(self.token_ids) - self.num_in_flight
 
-    def continues_after(self, token_id: int) -> bool:
-        """Return True if the sequence continues after this token and the forced tokens that follow it."""
-        num_tokens = len(self.token_ids) + 1 + len(self.forced_tokens)
-        return token_id not in self._all_stop_token_ids and num_tokens < self._max_tokens
+    @property
+    def can_draft(self) -> bool:
+        """Return True if only the last generated token must be computed before the next token can be sampled."""
+        is_allowed = self.request.speculation and self.num_generated > 0
+        return is_allowed and not self.num_in_flight and self.num_uncomputed == 1
 
-    def append(self, token_id: int) -> FinishReason | None:
-        """Append a token and the forced tokens that follow it. Return the finish reason, if any.
+    def limit_draft(self, draft: Seq[int], max_tokens: int) -> tuple[int, ...]:
+        """Return the start of a draft that can be verified in one step: no stop tokens, and one token must remain."""
+        stop_ids, limit = self._all_stop_token_ids, min(max_tokens, self.num_remaining - 1)
+        return tuple(itertools.takewhile(lambda token_id: token_id not in stop_ids, draft[: max(limit, 0)]))
 
-        Stop strings are checked outside the engine, by `Generation`.
+    def continues_after(self, token_ids: Seq[int]) -> bool:
+        """Return True if the sequence continues after these tokens and the forced tokens that follow them."""
+        num_tokens = len(self.token_ids) + len(token_ids) + len(self.forced_tokens)
+        return token_ids[-1] not in self._all_stop_token_ids and num_tokens < self._max_tokens
+
+    def append(self, *new_ids: int) -> FinishReason | None:
+        """Append sampled tokens and the forced tokens that follow them. Return the finish reason, if any.
+
+        Only the last sampled token may be a stop token. Stop strings are checked outside the engine, by `Generation`.
         """
         token_ids = self.token_ids
-        token_ids.append(token_id)
+        token_ids += new_ids
         if self.forced_tokens:
             token_ids += self.forced_tokens
             self.forced_tokens = ()

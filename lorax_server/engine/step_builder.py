@@ -2,7 +2,9 @@
 
 import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -10,7 +12,7 @@ import numpy as np
 
 from lorax_server.engine.kv_cache import KvCache
 from lorax_server.engine.sequence import Sequence
-from lorax_server.plan import AdapterOp, Bools, Ints, NewSequence, StepPlan, StepResult
+from lorax_server.plan import AdapterOp, Bools, Drafts, Ints, NewSequence, StepPlan, StepResult
 
 
 class BatchColumns(NamedTuple):
@@ -35,6 +37,8 @@ class SubmittedStep(NamedTuple):
     sampled: list[Sequence | None]  # sequences that sample a token; None if sampling is deferred to a later step
     scored_prompts: list[tuple[Sequence, int]]  # with the index of the first token that this step computes
     is_masked: bool = True  # some sampled sequences have a grammar
+    drafts: dict[int, tuple[int, ...]] = {}  # noqa: RUF012 - draft tokens by index in `sampled`; never modified if empty
+    first_rows: Seq[int] = ()  # index in `StepResult.token_ids` by index in `sampled`; empty without drafts
 
     def rollback(self, cache: KvCache) -> "SubmittedStep":
         """Undo the step's changes to its sequences. Return an empty step with the same number."""
@@ -42,8 +46,41 @@ class SubmittedStep(NamedTuple):
         starts, flags = columns.starts.tolist(), columns.samples.tolist()
         for sequence, start, samples in zip(columns.sequences, starts, flags, strict=True):
             sequence.num_in_flight -= samples
+            sequence.num_drafts = 0
             cache.rollback(sequence, start)
-        return self._replace(num_tokens=0, sampled=[], scored_prompts=[])
+        return self._replace(num_tokens=0, sampled=[], scored_prompts=[], drafts={}, first_rows=())
+
+    @property
+    def is_decode(self) -> bool:
+        """Return True if every sequence computes its last token, and perhaps draft tokens."""
+        num_drafts = sum([len(draft) for draft in self.drafts.values()])
+        return self.num_tokens - num_drafts == len(self.sampled) == len(self.columns.sequences) > 0
+
+    def first_row(self, number: int) -> int:
+        """Return the index in `StepResult.token_ids` of the first token that a sequence samples."""
+        return self.first_rows[number] if self.first_rows else number
+
+    def find_accepted(self, number: int, result: StepResult) -> range:
+        """Return the indices in `result.token_ids` of the valid tokens of a sequence.
+
+        They end with the first token that differs from its draft token, or with the token after the draft.
+        """
+        if number not in self.drafts:
+            return range(first := self.first_row(number), first + 1)
+        first = end = self.first_rows[number]
+        for token_id in self.drafts[number]:
+            if result.token_ids[end] != token_id or math.isnan(result.logprobs[end]):
+                break
+            end += 1
+        return range(first, end + 1)
+
+    def cut_draft(self, number: int, length: int) -> None:
+        """Shorten the draft of a sequence. Its other tokens are not accepted."""
+        sequence, draft = self.sampled[number], self.drafts[number]
+        assert sequence is not None
+        self.drafts[number] = draft[:length]
+        if sequence.slot is not None:
+            sequence.num_computed -= len(draft) - length
 
     def list_masked(self) -> list[tuple[int, int]]:
         """Return the sampled sequences that need a token mask, as (index in `sampled`, request ID)."""
@@ -57,30 +94,34 @@ class SubmittedStep(NamedTuple):
         """Return the new tokens of unfinished sequences with a grammar, as (request ID, token ID)."""
         if not self.is_masked:
             return []
-        return [
-            (sequence.request.request_id, token_id)
-            for number, sequence in enumerate(self.sampled)
-            if sequence is not None and sequence.request.structure is not None and not sequence.finished
-            if not math.isnan(result.logprobs[number]) and sequence.continues_after(result.token_ids[number])
-            for token_id in (result.token_ids[number], *sequence.forced_tokens)
-        ]
+        found = list[tuple[int, int]]()
+        for number, sequence in enumerate(self.sampled):
+            if sequence is None or sequence.request.structure is None or sequence.finished:
+                continue
+            rows = self.find_accepted(number, result)
+            token_ids = result.token_ids[rows.start : rows.stop]
+            if not math.isnan(result.logprobs[rows[-1]]) and sequence.continues_after(token_ids):
+                found += [(sequence.request.request_id, each) for each in (*token_ids, *sequence.forced_tokens)]
+        return found
 
     def count_unfinished(self) -> int:
         """Return the number of sampled sequences that are not finished."""
         return sum(sequence is not None and not sequence.finished for sequence in self.sampled)
 
-    def max_forced_tokens(self, number: int) -> int:
-        """Return how many forced tokens may follow the token that a sequence samples in this step.
+    def max_forced_tokens(self, number: int, num_sampled: int = 1) -> int:
+        """Return how many forced tokens may follow the `num_sampled` tokens that a sequence samples in this step.
 
         Return 0 if another step in flight also samples for this sequence, because that token would come first.
         """
         sequence = self.sampled[number]
-        return 0 if sequence is None or sequence.num_in_flight > 1 else sequence.num_remaining
+        if sequence is None or sequence.num_in_flight > 1:
+            return 0
+        return max(0, sequence.num_remaining - (num_sampled - 1))
 
     def append_forced_tokens(self, forced: Iterable[tuple[int, tuple[int, ...]]]) -> None:
-        """Append forced tokens after the sampled tokens. Entries in `forced` are (index in `sampled`, token IDs)."""
-        for index, token_ids in forced:
-            sequence = self.sampled[index]
+        """Append forced tokens after the sampled tokens. `forced` is the same as in `StepMasks`."""
+        for row, token_ids in forced:
+            sequence = self.sampled[bisect_right(self.first_rows, row) - 1 if self.first_rows else row]
             assert sequence is not None
             sequence.forced_tokens, sequence.has_forced_tokens = token_ids, True
 
@@ -94,8 +135,9 @@ class SubmittedStep(NamedTuple):
             assert sequence is not None
             self.sampled[index] = None
             sequence.num_in_flight -= 1
+            sequence.num_drafts = 0
             if sequence.slot is not None:
-                sequence.num_computed -= 1
+                sequence.num_computed -= 1 + len(self.drafts.get(index, ()))
 
     def find_largest_sequence(self) -> Sequence:
         """Return the sequence that probably needs the most memory. Ties go to the newest sequence."""
@@ -132,9 +174,13 @@ class StepBuilder:
     new_sequences: list[NewSequence] = field(default_factory=list)
     new_blocks: list[tuple[int, int, int]] = field(default_factory=list)
     has_grammars: bool = False  # some sampled sequences have a grammar
+    drafts: dict[Sequence, tuple[int, ...]] = field(default_factory=dict)
 
-    def add_tokens(self, sequence: Sequence, count: int, samples: bool) -> None:
-        """Add `count` tokens of a running sequence. Its blocks must be allocated."""
+    def add_tokens(self, sequence: Sequence, count: int, samples: bool, draft: tuple[int, ...] = ()) -> None:
+        """Add `count` tokens of a running sequence, and then its draft tokens. Its blocks must be allocated."""
+        if draft:
+            self.drafts[sequence], sequence.num_drafts = draft, len(draft)
+            count += len(draft)
         if sequence.num_sent_blocks < len(sequence.blocks):
             self._send_blocks(sequence)
         start = sequence.num_computed
@@ -206,7 +252,14 @@ class StepBuilder:
         scored_prompts = [
             (each, self.scored_prompts[each]) for each in columns.sequences if each in self.scored_prompts
         ]
-        return SubmittedStep(number, sum(self.counts), now, columns, sampled, scored_prompts, self.has_grammars)
+        step = SubmittedStep(number, sum(self.counts), now, columns, sampled, scored_prompts, self.has_grammars)
+        if not self.drafts:
+            return step
+        drafts = [self.drafts.get(each, ()) if each is not None else () for each in sampled]
+        first_rows = list(itertools.accumulate([1 + len(draft) for draft in drafts], initial=0))
+        return step._replace(
+            drafts={index: draft for index, draft in enumerate(drafts) if draft}, first_rows=first_rows
+        )
 
     def build_plan(self, step: int, columns: BatchColumns, adapter_ops: tuple[AdapterOp, ...]) -> StepPlan:
         return StepPlan(
@@ -216,4 +269,10 @@ class StepBuilder:
             new_blocks=np.array(self.new_blocks, np.int64) if self.new_blocks else np.empty((0, 3), np.int64),
             adapter_ops=adapter_ops,
             is_masked=self.has_grammars,
+            drafts=self._build_drafts(columns.sequences) if self.drafts else None,
         )
+
+    def _build_drafts(self, sequences: list[Sequence]) -> Drafts:
+        drafts = [self.drafts.get(sequence, ()) for sequence in sequences]
+        counts, token_ids = [len(draft) for draft in drafts], [*itertools.chain.from_iterable(drafts)]
+        return Drafts(np.array(counts, np.int64), np.array(token_ids, np.int64))

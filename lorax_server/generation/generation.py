@@ -28,6 +28,7 @@ class TokenEvent(NamedTuple):
     finish_reason: FinishReason | None
     alternatives: Alternatives | None = None
     offset: int = 0  # character offset of the token in the completion
+    skipped: bool = False  # an accepted draft token's step also generated the token before it
 
 
 @dataclass
@@ -44,6 +45,8 @@ class Completion:
     error: LoraxError | None = None
     prompt_alternatives: list[Alternatives] | None = None  # for the same tokens as `prompt_logprobs`
     pooled: Pooled | None = None  # the result of a model without text generation
+    num_drafted: int = 0  # draft tokens that were verified for this completion
+    num_skipped: int = 0  # tokens that needed no step of their own, because a draft token was accepted
 
 
 class Generation:
@@ -85,13 +88,16 @@ class Generation:
         if output.pooled is not None:
             completion.pooled, completion.finish_reason = output.pooled, output.finish_reason
             return
+        completion.num_drafted += output.num_drafted
         last = len(output.tokens) - 1
         for index, token in enumerate(output.tokens):
-            self._append_event(token, output.finish_reason if index == last else None)
+            is_skipped = 0 < index <= output.num_accepted
+            completion.num_skipped += is_skipped
+            self._append_event(token, output.finish_reason if index == last else None, is_skipped)
             if completion.finish_reason is not None:
                 return
 
-    def _append_event(self, token: SampledToken, reason: FinishReason | None) -> None:
+    def _append_event(self, token: SampledToken, reason: FinishReason | None, is_skipped: bool) -> None:
         completion, criteria = self.completion, self._criteria
         offset = criteria.num_characters
         text = self.append_token(token.token_id)
@@ -100,7 +106,8 @@ class Generation:
             completion.alternatives.append(token.alternatives)
         if criteria.finish_reason is not None:
             reason = criteria.finish_reason
-        self.events.append(TokenEvent(text, token.token_id, token.logprob, reason, token.alternatives, offset))
+        event = TokenEvent(text, token.token_id, token.logprob, reason, token.alternatives, offset, is_skipped)
+        self.events.append(event)
         if reason is not None:
             completion.text = self.text
             completion.finish_reason = reason  # set last, because other threads wait for it

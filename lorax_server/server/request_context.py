@@ -74,6 +74,7 @@ class RequestOptions:
     is_scoring: bool = False  # only the prompt is scored; the single generated token is hidden
     salt: str = ""
     structure: Structure | None = None
+    speculation: bool = True
 
     def count_logprobs(self, num_prompt_tokens: int, num_tokens: int, is_streamed: bool) -> int:
         """Return the number of log probabilities kept in memory. Streams keep only prompt log probabilities."""
@@ -259,6 +260,7 @@ class RequestContext:
                 prompt_logprobs=options.prompt_logprobs,
                 structure=structure,
                 vocabulary=vocabulary,
+                speculation=options.speculation,
             )
             generations.append(RemoteGeneration(service.engine, request, model.tokenizer))
             self.generations.append(generations[-1])
@@ -399,6 +401,8 @@ class RequestContext:
         completions = [generation.completion for generation in generations]
         num_generated = sum(len(completion.token_ids) for completion in completions)
         record.generated_tokens = 0 if self._is_scoring else num_generated
+        record.drafted_tokens = sum(completion.num_drafted for completion in completions)
+        record.skipped_tokens = sum(completion.num_skipped for completion in completions)
         reasons = [completion.finish_reason for completion in completions]
         record.finish_reasons = [reason.name.lower() for reason in reasons if reason is not None]
         if self.service.config.log_prompts:
@@ -469,7 +473,7 @@ class RequestContext:
         counts = {
             "x-prompt-tokens": record.prompt_tokens,
             "x-generated-tokens": generated_tokens,
-            "x-skipped-tokens": 0,
+            "x-skipped-tokens": record.skipped_tokens,
             "x-total-tokens": record.prompt_tokens + generated_tokens,
         }
         values = {name: int(value * 1000) for name, value in milliseconds.items()} | counts

@@ -14,6 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple, Self
 
 from cachetools import LRUCache
@@ -65,7 +67,7 @@ class _GrammarRequest:
 class _MaskJob(NamedTuple):
     completion: _GrammarRequest
     state: GrammarState
-    token_id: int
+    token_ids: Sequence[int]
 
 
 class _CachedGrammar(NamedTuple):
@@ -160,22 +162,27 @@ class StructuredOutput:
     def advance(self, tokens: Iterable[tuple[int, int]]) -> None:
         """Consume the sampled tokens of a step, given as (request ID, token ID), and start computing the next masks.
 
-        Forced tokens were already consumed in an earlier call, so their masks are ready.
+        The tokens of a request are consecutive. Forced tokens were already consumed in an earlier call, so their masks
+        are ready.
         """
         batches: dict[Vocabulary, list[_MaskJob]] = {}
-        for request_id, token_id in tokens:
+        for request_id, group in groupby(tokens, itemgetter(0)):
             completion = self._completions.get(request_id)
             state = None if completion is None else completion.state
             if completion is None or state is None:
                 continue  # the completion has failed
-            if state.forced:
-                if (expected := state.forced.pop(0)) != token_id:
-                    error = EngineError(f"token {token_id} was sampled where the grammar forces {expected}")
-                    logger.error("request %d fails: %s", request_id, error)
-                    self._fail(completion, error)
+            token_ids = [token_id for _, token_id in group]
+            try:
+                while token_ids and state.pop_forced(token_ids[0]):
+                    del token_ids[0]
+            except EngineError as error:
+                logger.error("request %d fails: %s", request_id, error)
+                self._fail(completion, error)
+                continue
+            if not token_ids:
                 continue
             completion.state = None
-            job = _MaskJob(completion, state, token_id)
+            job = _MaskJob(completion, state, token_ids)
             if state.compiled.is_fast:
                 batches.setdefault(state.compiled.vocabulary, []).append(job)
             else:
@@ -260,16 +267,22 @@ class StructuredOutput:
     # --- Masks --------------------------------------------------------------------------------------------------------
 
     @property
-    def _max_forced(self) -> int:
+    def max_forced(self) -> int:
+        """The maximum number of forced tokens that a completion consumes in one step."""
         return MAX_FORCED_TOKENS if len(self._completions) <= self.max_fast_forward else 0
 
     def _consume_batch(self, batch: Sequence[_MaskJob]) -> None:
-        """Consume one token for each completion in a batch of fast grammars that share a vocabulary."""
+        """Consume the tokens of each completion in a batch of fast grammars that share a vocabulary."""
+        for job in [each for each in batch if len(each.token_ids) > 1]:  # accepted draft tokens
+            self._consume(job)
+        batch = [each for each in batch if len(each.token_ids) == 1]
+        if not batch:
+            return
         started = time.monotonic()
         errors: Sequence[BaseException | None]
         try:
-            pairs = [(job.state, job.token_id) for job in batch]
-            errors = consume_batch(self._threads.executor, pairs, self._max_forced)
+            pairs = [(job.state, job.token_ids[0]) for job in batch]
+            errors = consume_batch(self._threads.executor, pairs, self.max_forced)
         except BaseException as panic:
             errors = [panic] * len(batch)
         if time.monotonic() - started > MAX_BATCH_S + MAX_BATCH_MASK_S * len(batch):
@@ -285,7 +298,7 @@ class StructuredOutput:
         if job.completion.request.request_id not in self:
             return
         try:
-            job.state.consume(job.token_id, self._max_forced)
+            job.state.consume(job.token_ids, self.max_forced)
         except BaseException as error:  # including Rust panics
             self._recover(job, error)
         else:

@@ -1,5 +1,6 @@
 """Compiled grammars, and the grammar state of each completion."""
 
+import copy
 import time
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lorax_server.errors import EngineError
 from lorax_server.structured_output.vocabulary import TokenMask, Vocabulary
 from lorax_server.types import StopParams
 
@@ -17,6 +19,7 @@ MAX_ERROR_CHARACTERS = 600
 NO_MATCH_MESSAGE = "no text matches this grammar"
 # CPU time per token on average, and the total below which a completion is not rejected.
 MAX_TOKEN_S, MIN_TOTAL_S = 0.01, 0.1
+MAX_DRAFT_S = 0.002  # time for the masks of one draft, because the step waits for them
 # A grammar is fast if the average CPU time of this many masks is below the limit.
 NUM_TIMED_MASKS, MAX_FAST_MASK_S = 4, 0.001
 
@@ -82,7 +85,7 @@ class CompiledGrammar:
     def record_time(self, spent_s: float) -> None:
         """Record the CPU time of a mask, and update `is_fast` after each `NUM_TIMED_MASKS` masks."""
         self._mask_s.append(spent_s)
-        if len(self._mask_s) == NUM_TIMED_MASKS:
+        if len(self._mask_s) >= NUM_TIMED_MASKS:  # more if several threads record times
             self.is_fast = sum(self._mask_s) <= NUM_TIMED_MASKS * MAX_FAST_MASK_S
             self._mask_s = []
 
@@ -105,21 +108,67 @@ class GrammarState:
         self.matcher = compiled.matcher.deep_copy()
         self._set_mask(compiled.mask.copy(), compiled.may_end)
 
-    def consume(self, token_id: int, max_forced: int = 0) -> None:
-        """Consume a token and up to `max_forced` forced tokens, and compute the next mask.
+    def consume(self, token_ids: Sequence[int], max_forced: int = 0) -> None:
+        """Consume tokens and up to `max_forced` forced tokens after each of them, and compute the next mask.
 
-        Raise `GrammarError` if a limit is exceeded.
+        Tokens in `forced` are already consumed. Raise `GrammarError` if a limit is exceeded.
         """
         started_s = time.thread_time()
-        self.matcher.consume_token(token_id)
-        self.record(token_id)
-        self.consume_forced(max_forced)
+        for token_id in token_ids:
+            if not self.pop_forced(token_id):
+                self.matcher.consume_token(token_id)
+                self.record(token_id)
+                self.consume_forced(max_forced)
         self.finish(*_compute_mask(self.compiled.vocabulary, self.matcher))
         spent_s = time.thread_time() - started_s
         self.compiled.record_time(spent_s)
         self.spent_s += spent_s
         if self.spent_s > max(MIN_TOTAL_S, MAX_TOKEN_S * len(self.history)):
             raise SlowGrammarError(f"it takes longer than {MAX_TOKEN_S * 1000:g} ms per token; simplify the grammar")
+
+    def pop_forced(self, token_id: int) -> bool:
+        """Remove the first forced token, which must be `token_id`. Return False if there are no forced tokens."""
+        if not self.forced:
+            return False
+        if (expected := self.forced.pop(0)) != token_id:
+            raise EngineError(f"token {token_id} was sampled where the grammar forces {expected}")
+        return True
+
+    def mask_draft(self, draft: Sequence[int], max_forced: int = 0) -> tuple[list[TokenMask], list[int]]:
+        """Return token masks for the positions of a draft's tokens and for the next position.
+
+        The masks end at the first draft token that is not allowed, or when they take too long. Also return the forced
+        tokens after the last masked position, if all positions have forced tokens.
+        """
+        state, masks, is_forced = self, [self.next_mask()], bool(self.forced)
+        started_s = time.monotonic()
+        for token_id in draft:
+            is_late = time.monotonic() - started_s > MAX_DRAFT_S
+            if not _is_allowed(masks[-1], token_id) or is_late:
+                break
+            if state is self:
+                state = self.copy()
+            try:
+                state.consume((token_id,), max_forced)
+            except BaseException:  # limits and Rust panics; if the sequence gets there, it fails itself
+                return masks, []
+            masks.append(state.next_mask())
+            is_forced = is_forced and bool(state.forced)
+        return masks, state.forced[1:] if is_forced else []
+
+    def next_mask(self) -> TokenMask:
+        """Return the mask of the next token. It allows only the first forced token, if any."""
+        if not self.forced:
+            return self.mask
+        only = np.zeros_like(self.mask)
+        _set_tokens(only, self.forced[:1], True)
+        return only
+
+    def copy(self) -> "GrammarState":
+        """Return an independent state after the same tokens."""
+        other = copy.copy(self)
+        other.matcher, other.forced, other.history = self.matcher.deep_copy(), [*self.forced], [*self.history]
+        return other
 
     def record(self, *token_ids: int) -> None:
         """Record tokens that the matcher has consumed."""
@@ -147,7 +196,7 @@ class GrammarState:
         *before, last = self.history[: len(self.history) - len(self.forced)]
         state.matcher.consume_tokens(before)
         state.record(*before)
-        state.consume(last)
+        state.consume((last,))
         return state
 
     def _may_force(self, token_id: int) -> bool:
@@ -174,7 +223,7 @@ def consume_batch(
 ) -> list[BaseException | None]:
     """Consume a token in each state and compute the next masks without the GIL. Return an error or None for each state.
 
-    All states share a vocabulary.
+    All states share a vocabulary and have no forced tokens.
     """
     vocabulary = items[0][0].compiled.vocabulary
     executor.consume_token_par([(state.matcher, token_id) for state, token_id in items])
@@ -202,6 +251,10 @@ def _compute_mask(vocabulary: Vocabulary, matcher: "LLMatcher") -> tuple[TokenMa
     matcher.unsafe_compute_mask_ptr(masks.ctypes.data, masks.nbytes)
     (may_end,) = vocabulary.pop_eos_bits(masks)
     return masks[0], bool(may_end)
+
+
+def _is_allowed(mask: TokenMask, token_id: int) -> bool:
+    return token_id // 32 < len(mask) and bool(mask[token_id // 32] >> token_id % 32 & 1)
 
 
 def _set_tokens(mask: TokenMask, token_ids: Iterable[int], is_allowed: bool) -> None:

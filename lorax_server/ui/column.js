@@ -18,6 +18,7 @@ export class Column {
     this.tooltip = tooltip;
     this.waiting = []; // tokens that are not rendered yet
     this.count = 0;
+    this.drafts = 0; // tokens accepted from drafts; known at the end
     this.draw = oncePerFrame(() => this.#draw());
     this.#build(kind);
   }
@@ -37,6 +38,7 @@ export class Column {
         if (tier) this.kind.textContent = `adapter, was ${TIERS[tier] ?? tier}`;
         if (reason) this.#say(reason, "done");
         if (usage) this.count = usage.completion_tokens;
+        if (usage) this.drafts = usage.completion_tokens_details?.accepted_prediction_tokens ?? 0;
       }
     } catch (error) {
       this.#fail(error);
@@ -68,6 +70,7 @@ export class Column {
     this.waiting = [];
     if (isFirst && this.answer.firstChild) this.answer.firstChild.tabIndex = 0;
     this.numbers.count.textContent = String(this.count);
+    this.numbers.drafts.textContent = String(this.drafts);
     if (this.firstAt === undefined) return;
     this.numbers.first.textContent = milliseconds(this.firstAt - this.sentAt);
     const elapsed = this.lastAt - this.firstAt; // for all tokens except the first
@@ -125,7 +128,7 @@ export class Column {
     this.error = make("p", { class: "error", role: "alert" });
     this.curl = make("code", {});
     this.numbers = Object.fromEntries(
-      ["rate", "first", "count"].map((name) => [name, make("dd", { "data-number": name }, NOTHING)]),
+      ["rate", "first", "count", "drafts"].map((name) => [name, make("dd", { "data-number": name }, NOTHING)]),
     );
     this.element = make(
       "article",
@@ -137,6 +140,7 @@ export class Column {
         number("tokens per second", this.numbers.rate),
         number("to first token", this.numbers.first),
         number("tokens", this.numbers.count),
+        number("from drafts", this.numbers.drafts),
       ),
       this.plain,
       this.answer,

@@ -86,6 +86,13 @@ class SlotTables:
             self._block_tables = known
         return known[2]
 
+    def write_drafts(self, plan: StepPlan) -> None:
+        """Write a step's draft tokens to the token table, after the known tokens of their sequences."""
+        assert plan.drafts is not None
+        firsts = plan.slots * self.token_ids.shape[1] + plan.starts + plan.counts - plan.drafts.counts
+        token_ids = to_device(plan.drafts.token_ids, self.token_ids.device)
+        self.write_tokens(_concatenate_ranges(firsts, plan.drafts.counts), token_ids)
+
     def compute_kv_slots(self, slots: Ints, positions: Ints) -> Ints:
         """Return the KV cache position of each token, given its slot and position in the sequence."""
         kv_slots: Ints = self._shifts[slots, positions // self.block_size] + positions
@@ -113,8 +120,9 @@ class StepLayout(NamedTuple):
     sequences: Ints  # [tokens] index of the token's sequence in the plan
     offsets: Ints  # [tokens] index of the token among its sequence's new tokens
     bounds: Ints  # [sequences + 1]
-    last: Ints  # [sampled sequences] index of the last token, whose logits are sampled
-    samples_all: bool
+    last: Ints  # [sampled rows] index of the token whose logits are sampled
+    rows: Ints  # [sampled rows] index of the row's sequence in the plan
+    samples_all: bool  # True if every sequence has one sampled row
 
 
 class StepTokens(NamedTuple):
@@ -134,7 +142,7 @@ class StepTokens(NamedTuple):
 def build_step_tokens(plan: StepPlan, known: StepLayout | None = None) -> StepTokens:
     """Return the slots and positions of a step's tokens. The layout `known` is reused if it fits this step."""
     layout = known
-    if layout is None or layout.key != plan.counts.tobytes() + plan.samples.tobytes():
+    if layout is None or layout.key != _layout_key(plan):
         layout = _build_layout(plan)
     lengths = plan.starts + plan.counts
     if layout.max_count == 1:
@@ -143,31 +151,51 @@ def build_step_tokens(plan: StepPlan, known: StepLayout | None = None) -> StepTo
     return StepTokens(layout, slots, positions, lengths)
 
 
+def _layout_key(plan: StepPlan) -> bytes:
+    key = plan.counts.tobytes() + plan.samples.tobytes()
+    return key if plan.drafts is None else key + plan.drafts.counts.tobytes()
+
+
 def _build_layout(plan: StepPlan) -> StepLayout:
-    key, counts = plan.counts.tobytes() + plan.samples.tobytes(), plan.counts.tolist()
+    counts = plan.counts.tolist()
     sequences = np.repeat(np.arange(len(counts)), plan.counts)
     bounds = np.concatenate([[0], plan.counts.cumsum()])
+    last, rows = (bounds[1:] - 1)[plan.samples], np.flatnonzero(plan.samples)
+    if plan.drafts is not None:
+        num_drafts = plan.drafts.counts[rows]
+        last, rows = _concatenate_ranges(last - num_drafts, num_drafts + 1), np.repeat(rows, num_drafts + 1)
     return StepLayout(
-        key,
+        _layout_key(plan),
         counts,
         max(counts),
         sequences,
         np.arange(len(sequences)) - bounds[sequences],
         bounds,
-        (bounds[1:] - 1)[plan.samples],
-        bool(plan.samples.all()),
+        last,
+        rows,
+        bool(plan.samples.all()) and plan.drafts is None,
     )
 
 
-def split_forced_tokens(plan: StepPlan, prompt_lengths: Ints) -> StepPlan:
-    """Return a plan in which each forced token is a separate entry, like a decode token.
+def _concatenate_ranges(starts: Ints, counts: Ints) -> Ints:
+    """Return the concatenated ranges `[start, start + count)`."""
+    ends = counts.cumsum()
+    ranges: Ints = np.arange(ends[-1]) + np.repeat(starts - ends + counts, counts)
+    return ranges
 
-    The forced tokens then use the same CPU graphs as decode tokens, with bitwise equal results. Prompts and long
-    sequences are not split. Whether a sequence is split does not depend on other sequences. `prompt_lengths` is
-    indexed by slot.
+
+def split_forced_tokens(plan: StepPlan, prompt_lengths: Ints) -> StepPlan:
+    """Return a plan in which each forced or draft token is a separate entry, like a decode token.
+
+    The tokens then use the same CPU graphs as decode tokens, with bitwise equal results. Prompts are not split, and
+    long sequences only if they have draft tokens. Whether a sequence is split does not depend on other sequences.
+    `prompt_lengths` is indexed by slot.
     """
     num_keys = plan.counts * (plan.starts + plan.counts)
-    several = (plan.counts > 1) & (num_keys <= MAX_SPLIT_KEYS) & (plan.starts >= prompt_lengths[plan.slots])
+    num_drafts = np.zeros_like(plan.counts) if plan.drafts is None else plan.drafts.counts
+    is_short = (num_keys <= MAX_SPLIT_KEYS) | (num_drafts > 0)
+    several = (plan.counts > 1) & is_short & (plan.starts >= prompt_lengths[plan.slots])
+    assert several[num_drafts > 0].all(), "draft tokens must follow at least one generated token"
     if True not in several.tolist():
         return plan
     repeats = np.where(several, plan.counts, 1)
@@ -178,9 +206,10 @@ def split_forced_tokens(plan: StepPlan, prompt_lengths: Ints) -> StepPlan:
         slots=plan.slots[sequences],
         starts=plan.starts[sequences] + token_indices - (ends - repeats)[sequences],
         counts=np.where(several, 1, plan.counts)[sequences],
-        samples=plan.samples[sequences] & (token_indices + 1 == ends[sequences]),
+        samples=plan.samples[sequences] & (token_indices + 1 + num_drafts[sequences] >= ends[sequences]),
         scores_prompt=plan.scores_prompt[sequences],
         adapter_indices=plan.adapter_indices[sequences],
+        drafts=None,  # all sequences with draft tokens are split
     )
 
 

@@ -111,6 +111,8 @@ class PagedRunner:
         if plan.adapter_ops:
             self._invalidate_adapters(plan.adapter_ops)
         self._tables.write_new(plan)
+        if plan.drafts is not None:
+            self._tables.write_drafts(plan)
         if not len(plan.slots):
             return self._fetch(Ticket(plan.step))  # its event is recorded after the plan's adapter moves
         tokens = build_step_tokens(plan, self._layout)
@@ -137,7 +139,8 @@ class PagedRunner:
 
     def _write_forced(self, ticket: MaskedTicket, masks: StepMasks) -> None:
         """Write the forced tokens to the token table, after the sampled tokens."""
-        slots, lengths = ticket.plan.slots[ticket.plan.samples], ticket.tokens.lengths[ticket.plan.samples]
+        layout = ticket.tokens.layout
+        slots, lengths = ticket.plan.slots[layout.rows], ticket.tokens.positions[layout.last] + 1
         firsts = self._tables.select(slots).token_offsets + lengths + 1
         offsets = [firsts[number] + np.arange(len(token_ids)) for number, token_ids in masks.forced]
         token_ids = np.concatenate([np.array(token_ids, np.int64) for _, token_ids in masks.forced])
@@ -243,7 +246,7 @@ class PagedRunner:
         tables = self._tables
         slots, host_lengths = plan.slots, tokens.lengths
         if not tokens.layout.samples_all:
-            slots, host_lengths = slots[plan.samples], host_lengths[plan.samples]
+            slots, host_lengths = slots[tokens.layout.rows], tokens.positions[tokens.layout.last] + 1
         selected = tables.select(slots)
         sampler = self._find_sampler(selected.sequence_sampling, logits.shape[-1])
         history = None

@@ -1,5 +1,6 @@
 """The scheduler on a fake device that detects wrong blocks: limits, fairness and progress."""
 
+import itertools
 import math
 import random
 from collections import deque
@@ -8,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -73,24 +75,52 @@ class Device:
         for slot, place, block in plan.new_blocks.tolist():
             assert place not in self.tables[slot], "told twice"
             self.tables[slot][place] = block
-        columns = (plan.slots, plan.starts, plan.counts, plan.samples, plan.adapter_indices)
+        num_drafts = np.zeros_like(plan.counts) if plan.drafts is None else plan.drafts.counts
+        drafts = iter([] if plan.drafts is None else plan.drafts.token_ids.tolist())
+        columns = (plan.slots, plan.starts, plan.counts, plan.samples, plan.adapter_indices, num_drafts)
         steps = list(zip(*(column.tolist() for column in columns), strict=True))
-        for slot, start, count, _, adapter in steps:
-            assert count > 0
+        for slot, start, count, _, adapter, num_drafted in steps:
+            assert count > num_drafted
+            self.tokens[slot] += itertools.islice(drafts, num_drafted)
             for position in range(start, start + count):
                 written = (adapter, tuple(self.tokens[slot][: position + 1]))
                 self.cache[self.tables[slot][position // SIZE] * SIZE + position % SIZE] = written
         chosen = []
-        for slot, start, count, samples, adapter in steps:
+        for slot, start, count, samples, adapter, num_drafted in steps:
             for position in range(start + count):
                 kv_slot = self.tables[slot][position // SIZE] * SIZE + position % SIZE
                 assert self.cache[kv_slot] == (adapter, tuple(self.tokens[slot][: position + 1])), "another's keys"
             if samples:
                 assert start + count == len(self.tokens[slot])
-                token = next_token(adapter, self.tokens[slot])
-                self.tokens[slot].append(token)
-                chosen.append(token)
+                known = len(self.tokens[slot]) - num_drafted
+                sampled = [next_token(adapter, self.tokens[slot][: known + i]) for i in range(num_drafted + 1)]
+                chosen += sampled
+                draft = self.tokens[slot][known:]
+                num_accepted = next((i for i in range(num_drafted) if draft[i] != sampled[i]), num_drafted)
+                self.tokens[slot][known:] = sampled[: num_accepted + 1]
         return StepResult(plan.step, chosen, [0.0] * len(chosen))
+
+
+class RandomDrafter:
+    """Drafts a few tokens that are often right."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def propose(self, sequence: Sequence, num_running: int) -> list[int]:
+        assert not sequence.num_in_flight
+        tokens, adapter = list(sequence.token_ids), int(sequence.request.adapter_identity or 0)
+        for _ in range(self._random.choice([0, 1, 2, 5])):
+            is_right = self._random.random() < 0.8
+            tokens.append(next_token(adapter, tokens) if is_right else self._random.randrange(VOCAB))
+        return tokens[len(sequence.token_ids) :]
+
+    def waits(self, sequence: Sequence) -> bool:
+        return self._random.random() < 0.5
+
+    def record_step(self, num_sequences: int, num_drafted: int, seconds: float) -> None: ...
+
+    def finish(self, sequence: Sequence) -> None: ...
 
 
 @dataclass
@@ -911,11 +941,12 @@ def test_later_requests_do_not_starve_long_prompt(num_blocks: int, max_prefill_c
 # --- Load -------------------------------------------------------------------------------------------------------------
 
 
-def run_random_requests(seed: int) -> Engine:
+def run_random_requests(seed: int, drafts: bool = False) -> Engine:
     """Run a hundred requests with few distinct prefixes, in a small cache."""
     rng = random.Random(seed)
     limits = make_limits(rng.choice([4, 7, 16]), rng.choice([2, 4]), 40, rng.choice([None, 3]))
-    engine = Engine(limits, rng.choice([10, 13, 20]), max_steps_in_flight=rng.choice([1, 2]))
+    drafter = RandomDrafter(seed) if drafts else None
+    engine = Engine(limits, rng.choice([10, 13, 20]), max_steps_in_flight=rng.choice([1, 2]), drafter=drafter)
     prefixes = [[rng.randint(1, 6) for _ in range(rng.choice([1, 4, 8, 9, 12]))] for _ in range(4)]
     requests, aborted = [], set()
     for i in range(100):
@@ -951,13 +982,49 @@ def test_random_workload_matches_single_requests(seeds: range) -> None:
     assert sum(engine.pool.num_evictions for engine in engines) > 80 * len(seeds)
 
 
+@pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 60), marks=pytest.mark.slow)], ids=len)
+def test_random_workload_with_drafts_matches_single_requests(seeds: range) -> None:
+    counters = [run_random_requests(seed, drafts=True).scheduler.counters for seed in seeds]
+    assert sum(each.preemptions for each in counters) > 8 * len(seeds)
+    assert sum(each.accepted_tokens for each in counters) > 8 * len(seeds)
+    assert sum(each.drafted_tokens - each.accepted_tokens for each in counters) > 8 * len(seeds)
+
+
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+def test_drafts_save_steps(max_steps_in_flight: int) -> None:
+    steps = []
+    for drafter in (None, RandomDrafter(0)):
+        engine = Engine(LARGE_LIMITS, 64, max_steps_in_flight, drafter=drafter)
+        request = make_request(0, [1], 30, eos=False)
+        engine.scheduler.add(request)
+        engine.finish()
+        check(engine, request)
+        steps.append(engine.scheduler.counters.steps)
+    assert steps[1] < steps[0]
+
+
+def test_requests_without_speculation_get_no_drafts() -> None:
+    engine = Engine(LARGE_LIMITS, 64, drafter=RandomDrafter(0))
+    request = make_request(0, [1], 30, eos=False, speculation=False)
+    engine.scheduler.add(request)
+    engine.finish()
+    check(engine, request)
+    assert engine.scheduler.counters.drafted_tokens == 0
+
+
 # --- Random operations ------------------------------------------------------------------------------------------------
 
 
 class SchedulerStateMachine(RuleBasedStateMachine):
-    @initialize(max_steps_in_flight=st.integers(1, 2), budget=st.integers(3, 12), blocks=st.integers(6, 14))
-    def start_sequence(self, max_steps_in_flight: int, budget: int, blocks: int) -> None:
-        self.engine = Engine(make_limits(budget, 3, 24), blocks, max_steps_in_flight)
+    @initialize(
+        max_steps_in_flight=st.integers(1, 2),
+        budget=st.integers(3, 12),
+        blocks=st.integers(6, 14) | st.just(64),
+        drafts=st.booleans(),
+    )
+    def start_sequence(self, max_steps_in_flight: int, budget: int, blocks: int, drafts: bool) -> None:
+        drafter = RandomDrafter(0) if drafts else None
+        self.engine = Engine(make_limits(budget, 3, 24), blocks, max_steps_in_flight, drafter=drafter)
         self.requests: dict[int, Request] = {}
         self.aborted: set[int] = set()
 

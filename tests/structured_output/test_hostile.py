@@ -136,7 +136,7 @@ def can_follow(compiled: matcher.CompiledGrammar, token_ids: list[int]) -> bool:
     state = matcher.GrammarState(compiled, STOP)
     try:
         for token_id in token_ids:
-            state.consume(token_id)
+            state.consume((token_id,))
     except matcher.GrammarError:
         return False
     return True

@@ -5,8 +5,9 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -70,10 +71,10 @@ class Gate:
         self.is_blocked, self.may_pass = threading.Event(), threading.Event()
         consume = GrammarState.consume
 
-        def enter(state: GrammarState, token_id: int, max_forced: int = 0) -> None:
+        def enter(state: GrammarState, token_ids: Sequence[int], max_forced: int = 0) -> None:
             self.is_blocked.set()
             assert self.may_pass.wait(TIMEOUT_S)
-            consume(state, token_id, max_forced)
+            consume(state, token_ids, max_forced)
 
         monkeypatch.setattr(GrammarState, "consume", enter)
 
@@ -203,7 +204,7 @@ def test_batched_masks_equal_single_masks(num_timed: int, driver: Driver, monkey
         for request_id, following in found.items():
             assert np.array_equal(following.mask, states[request_id].mask)
             tokens.append((request_id, int(random.choice(list_allowed(following.mask)))))
-            states[request_id].consume(tokens[-1][1])
+            states[request_id].consume(tokens[-1][1:])
         driver.structured_output.advance(tokens)
 
 
@@ -297,6 +298,67 @@ def test_forced_tokens_equal_single_token_masks(pattern: str, driver: Driver) ->
     assert forced > 3
 
 
+# --- Draft tokens -----------------------------------------------------------------------------------------------------
+
+
+def vocabulary_of(driver: Driver) -> Vocabulary:
+    return Vocabulary.from_table(
+        driver.tokenizer.token_table(), partial(driver.tokenizer.encode, add_special_tokens=False)
+    )
+
+
+@pytest.mark.parametrize("max_forced", [0, 4])
+@pytest.mark.parametrize("pattern", ["(foo|bar) don't QQQQ 12 (1|2)", r"[a-c]{2,30}", r'\{"name": "[ab]{2}", "n": 1\}'])
+def test_draft_masks_equal_masks_of_single_tokens(
+    pattern: str, max_forced: int, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matcher, "MAX_DRAFT_S", TIMEOUT_S)
+    random, compiled = np.random.default_rng(0), CompiledGrammar(vocabulary_of(driver), from_regex(pattern).grammar)
+    for _ in range(20):
+        state, expected, draft = GrammarState(compiled, STOP, 10**6), list[list[int]](), list[int]()
+        for _ in range(random.integers(0, 4)):
+            state.consume([int(random.choice(list_allowed(state.next_mask())))], max_forced)
+            if EOS_ID in list_allowed(state.next_mask()):
+                break
+        single = state.copy()
+        for _ in range(5):
+            expected.append(list_allowed(single.next_mask()))
+            draft.append(int(random.choice(expected[-1])))
+            if draft[-1] == EOS_ID or random.random() < 0.2:
+                draft[-1] = next(token_id for token_id in range(500) if token_id not in expected[-1])
+                break
+            single.consume(draft[-1:], max_forced)
+        else:
+            expected.append(list_allowed(single.next_mask()))
+        history = list(state.history)
+        masks, following = state.mask_draft(draft, max_forced)
+        assert [list_allowed(mask) for mask in masks] == expected
+        assert state.history == history
+        if following:  # the only continuation after the positions of the draft
+            for token_id in (*[list_allowed(mask)[0] for mask in masks], *following):
+                assert list_allowed(state.next_mask()) == [token_id]
+                state.consume([token_id], max_forced)
+
+
+def test_several_accepted_tokens_are_consumed(driver: Driver) -> None:
+    """Forced tokens may follow any of them."""
+    pattern = "(foo|bar) QQQQ [ab]{2} (1|2)"
+    request_id, random = driver.start(from_regex(pattern), fast_forward=True), np.random.default_rng(0)
+    alone, tokens = (
+        GrammarState(CompiledGrammar(vocabulary_of(driver), from_regex(pattern).grammar), STOP, 10**6),
+        list[int](),
+    )
+    while EOS_ID not in (allowed := list_allowed(alone.next_mask())):
+        tokens.append(int(random.choice(allowed)))
+        alone.consume(tokens[-1:], 32)
+    middle = len(tokens) // 2
+    for part in (tokens[:middle], tokens[middle:]):
+        driver.structured_output.advance([(request_id, token_id) for token_id in part])
+        state = driver.structured_output.collect_masks([request_id], TIMEOUT_S)[request_id]
+    assert state.history == tokens
+    assert list_allowed(state.mask) == [EOS_ID]
+
+
 # --- Compiled grammars ------------------------------------------------------------------------------------------------
 
 
@@ -376,8 +438,8 @@ def test_completion_continues_with_recompiled_grammar_after_failure(
     """A shared limit that earlier completions reached must not fail a later completion."""
     compiles, consume = Compiles(monkeypatch), GrammarState.consume
 
-    def fail_when_shared(state: GrammarState, token_id: int, max_forced: int = 0) -> None:
-        consume(state, token_id, max_forced)
+    def fail_when_shared(state: GrammarState, token_ids: Sequence[int], max_forced: int = 0) -> None:
+        consume(state, token_ids, max_forced)
         if state.compiled.num_completions > 1 and len(state.history) == 3:
             raise GrammarError("too many states")
 

@@ -1,13 +1,14 @@
 """Step inputs from tables and plans, compared with a per-token reference."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from lorax_server.plan import NewSequence, StepMasks, StepPlan
+from lorax_server.plan import Drafts, NewSequence, StepMasks, StepPlan
 from lorax_server.types import SamplingParams, StopParams
 from lorax_server.worker.inputs import MAX_SPLIT_KEYS, MaskUploader, SlotTables, build_step_tokens, split_forced_tokens
 
@@ -81,6 +82,45 @@ def test_forced_tokens_are_split_and_prompts_are_not() -> None:
     assert split_forced_tokens(plan, np.array([4, 7, 9, 6])) is plan  # the last two prompts end here
     long = make_plan([0, 1], [MAX_SPLIT_KEYS // 2, MAX_SPLIT_KEYS // 2 - 2], [2, 2])
     assert split_forced_tokens(long, np.array([4, 5])).slots.tolist() == [0, 1, 1]
+
+
+def make_draft_plan() -> StepPlan:
+    """Return a plan with a decode token, three draft tokens after one token, a prompt chunk, and one after two."""
+    drafts = Drafts(np.array([0, 3, 0, 1]), np.array([71, 72, 73, 74]))
+    samples = np.array([True, True, False, True])
+    return make_plan([2, 0, 3, 1], [9, 5, 0, 6], [1, 4, 5, 3], samples=samples, drafts=drafts)
+
+
+def test_draft_tokens_are_sampled() -> None:
+    found = build_step_tokens(make_draft_plan())
+    assert found.layout.rows.tolist() == [0, 1, 1, 1, 1, 3, 3]
+    assert found.positions[found.layout.last].tolist() == [9, 5, 6, 7, 8, 7, 8]
+    assert not found.layout.samples_all
+    without = replace(make_draft_plan(), drafts=None)
+    assert build_step_tokens(without, found.layout).layout.rows.tolist() == [0, 1, 3]
+
+
+def test_split_draft_tokens_are_sampled_in_the_same_order() -> None:
+    plan = make_draft_plan()
+    split = split_forced_tokens(plan, np.array([4, 4, 4, 8]))
+    assert split.drafts is None
+    whole, parts = build_step_tokens(plan), build_step_tokens(split)
+    assert split.slots[parts.layout.rows].tolist() == plan.slots[whole.layout.rows].tolist()
+    assert parts.positions[parts.layout.last].tolist() == whole.positions[whole.layout.last].tolist()
+
+
+def test_long_sequence_is_split_if_it_has_draft_tokens() -> None:
+    drafts = Drafts(np.array([2, 0]), np.array([7, 8]))
+    plan = make_plan([0, 1], [MAX_SPLIT_KEYS, MAX_SPLIT_KEYS], [3, 3], drafts=drafts)
+    assert split_forced_tokens(plan, np.array([4, 5])).counts.tolist() == [1, 1, 1, 3]
+
+
+def test_draft_tokens_are_written_after_known_tokens() -> None:
+    tables = SlotTables(MAX_NUM_SEQS, LENGTH, BLOCK, CPU)
+    tables.write_drafts(make_draft_plan())
+    assert tables.token_ids[0, 5:10].tolist() == [0, 71, 72, 73, 0]
+    assert tables.token_ids[1, 7:10].tolist() == [0, 74, 0]
+    assert tables.token_ids[2:].sum() == 0
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -156,6 +156,7 @@ class AdapterSources:
         _check_request(name, token)
         self._authorize(AdapterRef(source, name, token))
         files = origin.find(name, token)
+        _reject_medusa(origin, files, token)
         names = _select_files(files, self._max_bytes)
         config_folder = origin.fetch(files, [CONFIG_FILE], token)
         config = read_json(config_folder / CONFIG_FILE, f"adapter {name!r}", files.stamps.get(CONFIG_FILE))
@@ -201,6 +202,19 @@ def _check_request(name: str, token: str | None) -> None:
     # The token is sent in a header, where a line break would start another header.
     if token is not None and not (token.isascii() and token.isprintable()):
         raise AdapterAccessError(f"adapter {name!r}: the token contains invalid characters; check how it is sent")
+
+
+def _reject_medusa(origin: Source, files: AdapterFiles, token: str | None) -> None:
+    """Raise AdapterError for Medusa heads without a LoRA adapter. With a LoRA adapter, the heads are not used."""
+    size = files.sizes.get(MODEL_CONFIG_FILE, MAX_CONFIG_BYTES + 1)
+    if CONFIG_FILE in files.sizes or size > MAX_CONFIG_BYTES:
+        return
+    path = origin.fetch(files, [MODEL_CONFIG_FILE], token) / MODEL_CONFIG_FILE
+    if "medusa_num_heads" in read_json(path, f"adapter {files.name!r}", files.stamps.get(MODEL_CONFIG_FILE)):
+        raise AdapterError(
+            f"adapter {files.name!r}: Medusa heads are not supported; omit the adapter, because speculation "
+            "(--speculative-tokens) needs no draft model"
+        )
 
 
 def _select_files(files: AdapterFiles, max_bytes: int) -> list[str]:

@@ -93,7 +93,10 @@ def _write(
     prefix = body.inputs if parameters.return_full_text else ""
     content: dict[str, Any] = {"generated_text": prefix + best.text}
     if parameters.details or parameters.decoder_input_details:
-        details = _details(best) | {"prompt_tokens": len(best.request.prompt_ids), "skipped_tokens": 0}
+        details = _details(best) | {
+            "prompt_tokens": len(best.request.prompt_ids),
+            "skipped_tokens": best.completion.num_skipped,
+        }
         if others:
             details["best_of_sequences"] = [
                 _details(other) | {"generated_text": prefix + other.text} for other in others
@@ -148,7 +151,7 @@ def _token(generation: RemoteGeneration, token_event: TokenEvent) -> dict[str, A
         "text": detokenizer.token_text(token_event.token_id) if is_special else token_event.text,
         "logprob": token_event.logprob,
         "special": is_special,
-        "skipped": False,
+        "skipped": token_event.skipped,
     }
     if token_event.alternatives is not None:
         token["alternative_tokens"] = [
@@ -233,6 +236,7 @@ def to_options(service: Service, inputs: str, parameters: GenerateParameters, is
         truncate=truncate,
         logprobs=bool(parameters.details or parameters.decoder_input_details),
         prompt_logprobs=bool(parameters.decoder_input_details),
+        speculation=parameters.speculation != "off",
     )
 
 

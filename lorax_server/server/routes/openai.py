@@ -116,7 +116,12 @@ def to_options(
     seed = secrets.randbits(64) if body.seed is None else body.seed & MAX_SEED
     seeds = [candidate_seed(seed, index) for index in range(count)]
     return RequestOptions(
-        sampling, stop, seeds, may_clamp_max_new_tokens=max_new_tokens is None, salt=body.cache_salt or ""
+        sampling,
+        stop,
+        seeds,
+        may_clamp_max_new_tokens=max_new_tokens is None,
+        salt=body.cache_salt or "",
+        speculation=body.speculation != "off",
     )
 
 
@@ -168,12 +173,20 @@ def count_usage(context: RequestContext, is_scoring: bool = False) -> dict[str, 
     generations: Sequence[RemoteGeneration] = context.generations
     num_prompt_tokens = context.record.prompt_tokens
     num_generated = 0 if is_scoring else sum(len(generation.completion.token_ids) for generation in generations)
-    return {
+    usage: dict[str, Any] = {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_generated,
         "total_tokens": num_prompt_tokens + num_generated,
         "prompt_tokens_details": {"cached_tokens": count_cached_tokens(generations)},
     }
+    num_drafted = sum(generation.completion.num_drafted for generation in generations)
+    num_accepted = sum(generation.completion.num_skipped for generation in generations)
+    if num_drafted:
+        usage["completion_tokens_details"] = {
+            "accepted_prediction_tokens": num_accepted,
+            "rejected_prediction_tokens": num_drafted - num_accepted,
+        }
+    return usage
 
 
 def finish_reason(reason: FinishReason | None) -> str | None:

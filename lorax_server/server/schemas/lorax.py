@@ -84,6 +84,10 @@ class CommonOptions(OpenSchema):
     min_p: Annotated[float, Field(json_schema_extra={"minimum": 0, "maximum": 1})] | None = None
     logit_bias: LogitBias | None = Field(default=None, description="Values to add to token scores, by token id")
     ignore_eos_token: bool | None = False
+    speculation: Literal["off", "auto"] | None = Field(
+        default=None,
+        description="off: generate one token per step, and do not use the completion for drafts; null: auto",
+    )
 
 
 class GenerateParameters(CommonOptions):

@@ -211,11 +211,19 @@ class PromptTokensDetails(Schema):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Schema):
+    """Draft tokens, if speculative decoding verified any."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(Schema):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class _ResponseBase(Schema):

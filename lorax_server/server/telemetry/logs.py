@@ -52,6 +52,8 @@ def log_request(record: RequestRecord, extra_fields: Mapping[str, Any] | None = 
         "prompt_tokens": record.prompt_tokens,
         "cached_tokens": record.cached_tokens,
         "generated_tokens": record.generated_tokens,
+        "drafted_tokens": record.drafted_tokens,
+        "skipped_tokens": record.skipped_tokens,
         "max_new_tokens": record.max_new_tokens,
     }
     for name in ("total", "validation", "adapter", "queue", "first_token", "inference"):

@@ -96,6 +96,9 @@ class Metrics:
             "generated_tokens": tokens(
                 "lorax_request_generated_tokens", "Generated tokens per request", buckets=outputs
             ),
+            "skipped_tokens": tokens(
+                "lorax_request_skipped_tokens", "Tokens accepted from drafts per request", buckets=outputs
+            ),
             "max_new_tokens": tokens("lorax_request_max_new_tokens", "max_new_tokens per request", buckets=outputs),
         }
         self.connections = Gauge("lorax_connections", "Open connections", registry=registry)
@@ -170,6 +173,7 @@ class _AdapterMetrics:
         self._requests = counter("lorax_adapter_requests_total", "Finished requests", ("adapter",))
         self._failures = counter("lorax_adapter_failures_total", "Failed requests", ("adapter",))
         self._tokens = counter("lorax_adapter_tokens_total", "Prompt, cached and generated tokens", ("adapter", "kind"))
+        self._drafts = counter("lorax_adapter_draft_tokens_total", "Draft tokens", ("adapter", "kind"))
         self._queue = counter("lorax_adapter_queue_seconds_total", "Seconds waiting for the first step", ("adapter",))
         self._load = counter("lorax_adapter_load_seconds_total", "Seconds waiting for the adapter", ("adapter",))
         self._key_tokens = counter("lorax_key_tokens_total", "Tokens by key", ("key", "adapter", "kind"))
@@ -185,6 +189,8 @@ class _AdapterMetrics:
             self._failures.labels(adapter).inc()
         self._queue.labels(adapter).inc(_clamp_to_finite(record.queue_s))
         self._load.labels(adapter).inc(_clamp_to_finite(record.adapter_s))
+        for kind, tokens in {"drafted": record.drafted_tokens, "accepted": record.skipped_tokens}.items():
+            self._drafts.labels(adapter, kind).inc(_clamp_to_finite(tokens))
         kinds = {"prompt": record.prompt_tokens, "cached": record.cached_tokens, "generated": record.generated_tokens}
         for kind, tokens in kinds.items():
             self._tokens.labels(adapter, kind).inc(_clamp_to_finite(tokens))
@@ -272,6 +278,12 @@ ENGINE_COUNTERS = (
         "lorax_engine_tokens_total",
         "Tokens computed by the model, and tokens generated",
         {"computed": "computed_tokens", "generated": "generated_tokens"},
+        "kind",
+    ),
+    StatusMetric(
+        "lorax_engine_draft_tokens_total",
+        "Draft tokens verified, and draft tokens accepted",
+        {"drafted": "drafted_tokens", "accepted": "accepted_tokens"},
         "kind",
     ),
     StatusMetric("lorax_prefix_cache_tokens_total", "Prompt tokens found in the prefix cache", "prefix_tokens"),

@@ -173,6 +173,8 @@ def test_request_is_logged_as_json() -> None:
         "prompt_tokens": 7,
         "cached_tokens": 4,
         "generated_tokens": 5,
+        "drafted_tokens": 0,
+        "skipped_tokens": 0,
         "max_new_tokens": 0,
         "total_ms": 1600.0,
         "validation_ms": 100.0,

@@ -1,0 +1,1 @@
+"""Draft tokens for speculative decoding, without a draft model."""

@@ -1,0 +1,106 @@
+"""Propose draft tokens for each sequence, as many as are likely to save time."""
+
+from lorax_server.engine.sequence import Sequence
+from lorax_server.engine.speculation.completion_index import ORDERS, Histories
+from lorax_server.engine.speculation.guess import Guess
+from lorax_server.engine.speculation.prompt_lookup import PromptLookup
+from lorax_server.engine.speculation.step_costs import StepCosts
+
+MIN_GAIN = 1.1  # expected speedup below which no tokens are drafted, because drafts have costs outside the model
+RETRY_TOKENS = 16  # tokens between attempts of a sequence without drafts, if several steps are in flight
+
+
+class _SequenceState:
+    """The last guesses for one sequence."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        self.lookup = PromptLookup(len(sequence.request.prompt_ids))
+        self.first = 0  # position of the first guessed token
+        self.guesses: list[Guess] = []
+        self.next_try = 0  # sequence length from which the sequence waits for its token in flight
+
+
+class SpeculativeDrafter:
+    """Guesses tokens from the request's own text, and from earlier completions of the same adapter and tenant.
+
+    The number of draft tokens follows from the accuracy of earlier guesses of the same kind, and from the measured
+    costs of a token relative to a step. It does not depend on the texts of other tenants.
+    """
+
+    def __init__(self, max_tokens: int, max_batch_size: int | None = None, histories: Histories | None = None) -> None:
+        """Propose at most `max_tokens` tokens, and none if more than `max_batch_size` sequences are running."""
+        self._max_tokens = max_tokens
+        self._max_batch_size = max_batch_size
+        self._histories = histories or Histories()
+        self._costs = StepCosts()
+        self._states: dict[Sequence, _SequenceState] = {}
+
+    @property
+    def num_sequences(self) -> int:
+        """The number of sequences with state."""
+        return len(self._states)
+
+    def propose(self, sequence: Sequence, num_running: int) -> list[int]:
+        """Return draft tokens that follow the sequence's tokens, or nothing."""
+        if self._max_batch_size is not None and num_running > self._max_batch_size:
+            return []
+        plain = self._costs.count_plain_tokens(num_running)
+        if plain < MIN_GAIN:
+            return []  # even a right draft token would cost too much
+        request = sequence.request
+        history = self._histories.find(request.tenant, (request.adapter_identity, request.salt))
+        state = self._states.get(sequence)
+        if state is None:
+            state = self._states[sequence] = _SequenceState(sequence)
+        token_ids, accuracy = sequence.token_ids, history.accuracy
+        for earlier, token_id in zip(state.guesses, token_ids[state.first :], strict=False):
+            accuracy.record(earlier.kind, earlier.token_id == token_id)
+            if earlier.token_id != token_id:
+                break
+        state.lookup.update(token_ids)
+        state.first, state.guesses = len(token_ids), []
+        draft, context = list[int](), token_ids[-max(ORDERS) :]
+        position, length = state.lookup.find(token_ids)
+        probability = expected = 1.0  # of the draft so far; tokens that the step yields
+        while len(draft) < self._max_tokens:
+            guess = history.completions.guess(context)
+            likely = accuracy.estimate(guess.kind) if guess is not None else 0.0
+            if position:
+                copied = state.lookup.guess(token_ids, position, length)
+                if (copied_likely := accuracy.estimate(copied.kind)) >= likely:
+                    guess, likely = copied, copied_likely
+            if guess is None:
+                break
+            state.guesses.append(guess)
+            probability *= likely
+            if probability * (plain + len(draft)) < expected:
+                break  # the token's costs exceed its benefit
+            expected += probability
+            draft.append(guess.token_id)
+            context.append(guess.token_id)
+            is_copy = position and token_ids[position] == guess.token_id
+            position = position + 1 if is_copy and position + 1 < len(token_ids) else 0
+            length += 1
+        speedup = expected * plain / (plain + len(draft))
+        if speedup < MIN_GAIN:
+            state.next_try = len(token_ids) + RETRY_TOKENS
+            return []
+        return draft
+
+    def waits(self, sequence: Sequence) -> bool:
+        """Return True if a sequence must wait for its token in flight, because it is likely to get a draft."""
+        state = self._states.get(sequence)
+        return state is None or len(sequence.token_ids) + sequence.num_in_flight >= state.next_try
+
+    def record_step(self, num_sequences: int, num_drafted: int, seconds: float) -> None:
+        """Record the time of a step in which every sequence decodes."""
+        self._costs.record(num_sequences, num_drafted, seconds)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Index a finished completion."""
+        self._states.pop(sequence, None)
+        request = sequence.request
+        if sequence.num_generated > 0:
+            history = self._histories.find(request.tenant, (request.adapter_identity, request.salt))
+            history.completions.add(sequence.token_ids, len(request.prompt_ids))
+            self._histories.trim(request.tenant)

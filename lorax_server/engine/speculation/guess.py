@@ -1,0 +1,35 @@
+"""Guesses for the next token, and how often guesses of each kind were right."""
+
+from typing import NamedTuple
+
+MAX_MATCH = 16  # longer matches are not more reliable
+PRIOR_RIGHT, PRIOR_COUNT = 0.6, 4.0  # assumed before guesses of a kind were checked
+MAX_COUNT = 128.0  # checks after which older checks lose weight
+
+
+class Guess(NamedTuple):
+    """A guess for the next token. Guesses of the same kind are right about equally often."""
+
+    token_id: int
+    kind: int
+
+
+class Accuracy:
+    """Estimates how often guesses of each kind are right, from the guesses so far."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, tuple[float, float]] = {}  # (right, all) by kind
+
+    def estimate(self, kind: int) -> float:
+        right, count = self._counts.get(kind, (0.0, 0.0))
+        return (right + PRIOR_RIGHT * PRIOR_COUNT) / (count + PRIOR_COUNT)
+
+    def record(self, kind: int, is_right: bool) -> None:
+        right, count = self._counts.get(kind, (0.0, 0.0))
+        scale = 0.5 if count >= MAX_COUNT else 1.0
+        self._counts[kind] = right * scale + is_right, count * scale + 1
+
+
+def bucket(length: int) -> int:
+    """Return the class of a match length: 0 for 1, 1 for 2 and 3, 2 for 4 to 7, and so on."""
+    return length.bit_length() - 1
