@@ -45,9 +45,9 @@ class SpeculativeDrafter:
         if self._max_batch_size is not None and num_running > self._max_batch_size:
             return []
         plain, overhead = self._costs.in_draft_tokens(num_running)
-        most = self._max_tokens
-        if (1 + most) * plain < MIN_GAIN * (plain + overhead + most):
-            return []  # even right draft tokens would cost too much
+        most = self._max_tokens  # if all of them were right
+        if (1 + most) * plain < MIN_GAIN * (plain + overhead + most) or self._costs.must_measure_plain:
+            return []
         request = sequence.request
         history = self._histories.find(request.tenant, (request.adapter_identity, request.salt))
         state = self._states.get(sequence)

@@ -2,6 +2,7 @@
 
 DECAY = 0.995  # weight of a step after the next step of the same kind
 IDLE_DECAY = 0.999  # weight of steps with drafts after a step without drafts, so that they are measured again
+MIN_PLAIN_STEPS, PLAIN_INTERVAL = 3.0, 64  # one of this many steps has no drafts, and more steps at first
 PRIOR_RATIO = 8.0  # assumed fixed costs of a step in tokens: reading the weights, and overhead
 PRIOR_OVERHEAD = 0.1  # assumed fixed costs of drafts, as a share of a step
 PRIOR_STEPS = 4.0  # weight of the assumptions
@@ -41,9 +42,17 @@ class StepCosts:
         self._plain = _Line()  # seconds of steps without drafts, by number of sequences
         self._extra = _Line()  # additional seconds of steps with drafts, by number of draft tokens
         self._known_sizes: set[int] = set()  # in tokens
+        self._num_drafted_steps = 0  # since the last step without drafts
+
+    @property
+    def must_measure_plain(self) -> bool:
+        """Return True if the next step should have no drafts, because too few such steps were measured."""
+        interval = PLAIN_INTERVAL if self._plain.weight >= MIN_PLAIN_STEPS else 1
+        return self._num_drafted_steps >= interval
 
     def record(self, num_sequences: int, num_drafted: int, seconds: float) -> None:
         """Record a step in which every sequence decodes. The first step of each size is ignored: it records a graph."""
+        self._num_drafted_steps = self._num_drafted_steps + 1 if num_drafted else 0
         if (size := num_sequences + num_drafted) not in self._known_sizes:
             self._known_sizes.add(size)
             return
@@ -51,11 +60,11 @@ class StepCosts:
             plain_s = self.estimate_plain(num_sequences)
             assumed_s = plain_s * (1 + num_drafted / (PRIOR_RATIO + num_sequences))
             seconds = min(seconds, MAX_OUTLIER * assumed_s)
-        if num_drafted:
-            self._extra.add(num_drafted, seconds - self.estimate_plain(num_sequences))
-        else:
+        if not num_drafted:
             self._plain.add(num_sequences, seconds)
             self._extra.decay(IDLE_DECAY)
+        elif self._plain.weight:
+            self._extra.add(num_drafted, seconds - self.estimate_plain(num_sequences))
 
     def estimate_plain(self, num_sequences: int) -> float:
         """Estimate the seconds of a step without drafts. Before the first step, the unit is a token's time."""
