@@ -30,7 +30,7 @@ class _Line:
 
     def slope(self, prior: float) -> float:
         """Return the slope. The assumed slope `prior` has the weight of `PRIOR_STEPS` points."""
-        x, y = self.means()
+        x, _ = self.means()
         prior_weight = PRIOR_STEPS * PRIOR_VARIANCE
         return (self._xy - x * self._y + prior_weight * prior) / (self._xx - x * self._x + prior_weight)
 
