@@ -44,9 +44,10 @@ class SpeculativeDrafter:
         """Return draft tokens that follow the sequence's tokens, or nothing."""
         if self._max_batch_size is not None and num_running > self._max_batch_size:
             return []
-        plain = self._costs.count_plain_tokens(num_running)
-        if plain < MIN_GAIN:
-            return []  # even a right draft token would cost too much
+        plain, overhead = self._costs.in_draft_tokens(num_running)
+        most = self._max_tokens  # if all of them were right
+        if (1 + most) * plain < MIN_GAIN * (plain + overhead + most) or self._costs.must_measure_plain:
+            return []
         request = sequence.request
         history = self._histories.find(request.tenant, (request.adapter_identity, request.salt))
         state = self._states.get(sequence)
@@ -73,7 +74,7 @@ class SpeculativeDrafter:
                 break
             state.guesses.append(guess)
             probability *= likely
-            if probability * (plain + len(draft)) < expected:
+            if probability * (plain + overhead + len(draft)) < expected:
                 break  # the token's costs exceed its benefit
             expected += probability
             draft.append(guess.token_id)
@@ -81,7 +82,7 @@ class SpeculativeDrafter:
             is_copy = position and token_ids[position] == guess.token_id
             position = position + 1 if is_copy and position + 1 < len(token_ids) else 0
             length += 1
-        speedup = expected * plain / (plain + len(draft))
+        speedup = expected * plain / (plain + overhead + len(draft))
         if speedup < MIN_GAIN:
             state.next_try = len(token_ids) + RETRY_TOKENS
             return []

@@ -1,55 +1,95 @@
-"""Estimate how long decode steps take without drafts, and how much each draft token adds."""
+"""Estimate how long decode steps take without drafts, and how much drafts add."""
 
-DECAY = 0.995  # weight of a step after the next step
-IDLE_DECAY = 0.999  # weight of a measured draft after a step without drafts, so that costs are measured again
+DECAY = 0.995  # weight of a step after the next step of the same kind
+IDLE_DECAY = 0.999  # weight of steps with drafts after a step without drafts, so that they are measured again
+MIN_PLAIN_STEPS, PLAIN_INTERVAL = 3.0, 64  # one of this many steps has no drafts, and more steps at first
 PRIOR_RATIO = 8.0  # assumed fixed costs of a step in tokens: reading the weights, and overhead
-PRIOR_STEPS = 4.0  # weight of the assumption
-MAX_OUTLIER = 3.0  # a longer time than this multiple of the estimate is counted as this multiple
+PRIOR_OVERHEAD = 0.1  # assumed fixed costs of drafts, as a share of a step
+PRIOR_STEPS = 4.0  # weight of the assumptions
+PRIOR_VARIANCE = 16.0  # of the number of tokens
+MAX_OUTLIER = 3.0  # a longer time than this multiple of the assumed time is counted as this multiple
+
+
+class _Line:
+    """Fits a line to points, with decaying weights and an assumed slope."""
+
+    def __init__(self) -> None:
+        self.weight = self._x = self._y = self._xx = self._xy = 0.0
+
+    def add(self, x: float, y: float) -> None:
+        self.decay(DECAY)
+        self.weight += 1
+        self._x, self._y, self._xx, self._xy = self._x + x, self._y + y, self._xx + x * x, self._xy + x * y
+
+    def decay(self, factor: float) -> None:
+        self.weight *= factor
+        self._x, self._y, self._xx, self._xy = (each * factor for each in (self._x, self._y, self._xx, self._xy))
+
+    def means(self) -> tuple[float, float]:
+        return self._x / self.weight, self._y / self.weight
+
+    def slope(self, prior: float) -> float:
+        """Return the slope. The assumed slope `prior` has the weight of `PRIOR_STEPS` points."""
+        x, _ = self.means()
+        prior_weight = PRIOR_STEPS * PRIOR_VARIANCE
+        return (self._xy - x * self._y + prior_weight * prior) / (self._xx - x * self._x + prior_weight)
 
 
 class StepCosts:
-    """Fits the step time as a linear function of the sequences, plus a constant for each draft token."""
+    """Fits the time of decode steps to their sequences, and the additional time of drafts to their tokens."""
 
     def __init__(self) -> None:
-        self._weight = self._count = self._seconds = self._squares = self._products = 0.0  # of steps without drafts
-        self._drafted = self._extra_s = 0.0  # draft tokens, and the time that they added
+        self._plain = _Line()  # seconds of steps without drafts, by number of sequences
+        self._extra = _Line()  # additional seconds of steps with drafts, by number of draft tokens
+        self._known_sizes: set[int] = set()  # in tokens
+        self._num_drafted_steps = 0  # since the last step without drafts
+
+    @property
+    def must_measure_plain(self) -> bool:
+        """Return True if the next step should have no drafts, because too few such steps were measured."""
+        interval = PLAIN_INTERVAL if self._plain.weight >= MIN_PLAIN_STEPS else 1
+        return self._num_drafted_steps >= interval
 
     def record(self, num_sequences: int, num_drafted: int, seconds: float) -> None:
-        """Record a step in which every sequence decodes."""
-        if self._weight:
-            usual_s = self.estimate_plain(num_sequences) + self._estimate_token(num_sequences) * num_drafted
-            seconds = min(seconds, MAX_OUTLIER * usual_s)
-        if num_drafted:
-            extra_s = seconds - self.estimate_plain(num_sequences)
-            self._drafted, self._extra_s = self._drafted * DECAY + num_drafted, self._extra_s * DECAY + extra_s
+        """Record a step in which every sequence decodes. The first step of each size is ignored: it records a graph."""
+        self._num_drafted_steps = self._num_drafted_steps + 1 if num_drafted else 0
+        if (size := num_sequences + num_drafted) not in self._known_sizes:
+            self._known_sizes.add(size)
             return
-        self._drafted, self._extra_s = self._drafted * IDLE_DECAY, self._extra_s * IDLE_DECAY
-        self._weight = self._weight * DECAY + 1
-        self._count = self._count * DECAY + num_sequences
-        self._seconds = self._seconds * DECAY + seconds
-        self._squares = self._squares * DECAY + num_sequences * num_sequences
-        self._products = self._products * DECAY + num_sequences * seconds
+        if self._plain.weight:
+            plain_s = self.estimate_plain(num_sequences)
+            assumed_s = plain_s * (1 + num_drafted / (PRIOR_RATIO + num_sequences))
+            seconds = min(seconds, MAX_OUTLIER * assumed_s)
+        if not num_drafted:
+            self._plain.add(num_sequences, seconds)
+            self._extra.decay(IDLE_DECAY)
+        elif self._plain.weight:
+            self._extra.add(num_drafted, seconds - self.estimate_plain(num_sequences))
 
     def estimate_plain(self, num_sequences: int) -> float:
-        """Estimate the seconds of a step without drafts."""
-        if not self._weight:
-            return 0.0
-        count, seconds = self._count / self._weight, self._seconds / self._weight
-        variance = self._squares / self._weight - count * count
-        covariance = self._products / self._weight - count * seconds
-        prior = seconds / (PRIOR_RATIO + count)
-        slope = (covariance + PRIOR_STEPS * prior) / (variance + PRIOR_STEPS)
-        slope = min(max(slope, 0.0), seconds / count)
+        """Estimate the seconds of a step without drafts. Before the first step, the unit is a token's time."""
+        if not self._plain.weight:
+            return PRIOR_RATIO + num_sequences
+        count, seconds = self._plain.means()
+        slope = min(max(self._plain.slope(seconds / (PRIOR_RATIO + count)), 0.0), seconds / count)
         return seconds + slope * (num_sequences - count)
 
-    def count_plain_tokens(self, num_sequences: int) -> float:
-        """Estimate how many draft tokens take as long as one sequence's share of a step without drafts."""
-        if not self._weight:
-            return (PRIOR_RATIO + num_sequences) / num_sequences
-        return self.estimate_plain(num_sequences) / num_sequences / self._estimate_token(num_sequences)
+    def estimate_drafts(self, num_sequences: int) -> tuple[float, float]:
+        """Estimate the additional seconds of a step with drafts: fixed, and per draft token."""
+        plain_s = self.estimate_plain(num_sequences)
+        prior = plain_s / (PRIOR_RATIO + num_sequences)
+        if not self._extra.weight:
+            return PRIOR_OVERHEAD * plain_s, prior
+        count, seconds = self._extra.means()
+        token_s = max(self._extra.slope(prior), 0.05 * prior)
+        weight = self._extra.weight
+        fixed_s = (weight * (seconds - token_s * count) + PRIOR_STEPS * PRIOR_OVERHEAD * plain_s) / (
+            weight + PRIOR_STEPS
+        )
+        return max(fixed_s, 0.0), token_s
 
-    def _estimate_token(self, num_sequences: int) -> float:
-        """Estimate the seconds that a draft token adds to a step."""
-        prior = self.estimate_plain(num_sequences) / (PRIOR_RATIO + num_sequences)
-        weight = PRIOR_STEPS * num_sequences
-        return max((self._extra_s + weight * prior) / (self._drafted + weight), 0.05 * prior)
+    def in_draft_tokens(self, num_sequences: int) -> tuple[float, float]:
+        """Return one sequence's share of a step without drafts, and of the fixed costs of drafts, in draft tokens."""
+        fixed_s, token_s = self.estimate_drafts(num_sequences)
+        unit = num_sequences * token_s
+        return self.estimate_plain(num_sequences) / unit, fixed_s / unit

@@ -188,26 +188,29 @@ def test_accuracy_follows_recent_guesses() -> None:
 
 def test_step_costs_are_fitted() -> None:
     costs = StepCosts()
-    assert costs.count_plain_tokens(1) == PRIOR_RATIO + 1
+    assert costs.in_draft_tokens(1) == pytest.approx((PRIOR_RATIO + 1, 0.1 * (PRIOR_RATIO + 1)))
     for _ in range(200):
         for num_sequences in (1, 8):
             costs.record(num_sequences, 0, 0.02 + 0.002 * num_sequences)
-            costs.record(num_sequences, 4, 0.02 + 0.002 * num_sequences + 0.004)
+            for num_drafted in (2, 10):
+                costs.record(num_sequences, num_drafted, 0.025 + 0.002 * num_sequences + 0.001 * num_drafted)
     assert costs.estimate_plain(4) == pytest.approx(0.028, rel=0.1)
-    assert costs.count_plain_tokens(4) == pytest.approx(7, rel=0.2)
+    assert costs.estimate_drafts(4) == pytest.approx((0.005, 0.001), rel=0.2)
+    assert costs.in_draft_tokens(4) == pytest.approx((7, 1.25), rel=0.2)
     costs.record(4, 0, 100.0)  # one slow step
-    assert costs.estimate_plain(4) < 0.03
+    assert costs.estimate_plain(4) < 0.04
 
 
 def test_draft_costs_are_measured_again_after_a_while() -> None:
     costs = StepCosts()
     for _ in range(200):
         costs.record(4, 0, 0.01)
-        costs.record(4, 4, 0.05)
-    before = costs.count_plain_tokens(4)
-    for _ in range(5000):
+        costs.record(4, 4, 0.025)
+    before = costs.in_draft_tokens(4)
+    for _ in range(8000):
         costs.record(4, 0, 0.01)
-    assert before < 1 < costs.count_plain_tokens(4)
+    after = costs.in_draft_tokens(4)
+    assert before[1] > after[1]
 
 
 def test_state_of_finished_sequences_is_dropped() -> None:
