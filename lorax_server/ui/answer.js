@@ -109,6 +109,7 @@ export class Answer {
     this.calls.replaceChildren(...callItems(record.calls, this.isRunning));
     this.#drawNotes();
     this.footer.hidden = this.isRunning;
+    this.retry.textContent = record.state === "failed" ? "Try again" : "Regenerate";
     this.proceed.hidden = !record.isText || record.state === "failed";
     this.details.replaceChildren(...detailsOf(record, this.curl));
     this.onChange(this);
@@ -175,13 +176,14 @@ export class Answer {
     this.calls = make("ol", { class: "calls", "aria-label": `Tool calls of ${label}` });
     this.notes = make("div", { class: "notes" });
     this.error = make("p", { class: "error box", role: "alert" });
+    this.retry = button("Regenerate", () => retry(this), { class: "quiet retry" });
     this.proceed = button("Continue", () => proceed(this), { class: "quiet" });
     this.details = make("div", { class: "details" });
     this.footer = make(
       "footer",
       {},
       copyButton(() => splitReasoning(this.record).text || JSON.stringify(this.record.calls), `completion of ${label}`),
-      button("Try again", () => retry(this), { class: "quiet retry", "aria-label": `Try again with ${label}` }),
+      this.retry,
       this.proceed,
       make("details", { class: "more" }, make("summary", {}, "Details"), this.details),
     );

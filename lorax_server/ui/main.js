@@ -31,7 +31,7 @@ const conversation = new Conversation({
 const chats = new Chats((chat) => {
   conversation.open(chat);
   showSpeeds();
-  byId("prompt").focus();
+  if (!matchMedia("(pointer: coarse)").matches) byId("prompt").focus(); // phones would open the keyboard
 });
 const closeKeyForm = startApiKey(() => polling.now());
 
