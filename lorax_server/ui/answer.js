@@ -109,6 +109,7 @@ export class Answer {
     this.calls.replaceChildren(...callItems(record.calls, this.isRunning));
     this.#drawNotes();
     this.footer.hidden = this.isRunning;
+    this.copy.hidden = !text && !record.calls.length;
     this.retry.textContent = record.state === "failed" ? "Try again" : "Regenerate";
     this.proceed.hidden = !record.isText || record.state === "failed";
     this.details.replaceChildren(...detailsOf(record, this.curl));
@@ -164,7 +165,7 @@ export class Answer {
     ].filter(Boolean);
     this.notes.replaceChildren(...notes.map((note) => make("p", { class: "note" }, note)));
     this.error.hidden = !error;
-    this.error.replaceChildren(...(error ? [make("strong", {}, error.message), " ", error.advice] : []));
+    this.error.replaceChildren(...(error ? [make("span", {}, error.message), make("strong", {}, error.advice)] : []));
   }
 
   #build({ retry, proceed }) {
@@ -176,13 +177,16 @@ export class Answer {
     this.calls = make("ol", { class: "calls", "aria-label": `Tool calls of ${label}` });
     this.notes = make("div", { class: "notes" });
     this.error = make("p", { class: "error box", role: "alert" });
+    const { record } = this;
+    const copied = () => splitReasoning(record).text || JSON.stringify(record.calls);
+    this.copy = copyButton(copied, `completion of ${label}`);
     this.retry = button("Regenerate", () => retry(this), { class: "quiet retry" });
     this.proceed = button("Continue", () => proceed(this), { class: "quiet" });
     this.details = make("div", { class: "details" });
     this.footer = make(
       "footer",
       {},
-      copyButton(() => splitReasoning(this.record).text || JSON.stringify(this.record.calls), `completion of ${label}`),
+      this.copy,
       this.retry,
       this.proceed,
       make("details", { class: "more" }, make("summary", {}, "Details"), this.details),

@@ -4,7 +4,7 @@ import { UNAUTHORIZED, authorization, getJson, getKey, setKey } from "./api.js";
 import { byId } from "./dom.js";
 
 const POSSIBLE = /^[!-~]+$/; // characters allowed in a key
-const UNKNOWN = "The server rejected this key.";
+const UNKNOWN = "The server rejected this key. Check it, or ask the operator of the server for a key.";
 
 /** Calls `onAccepted` when the server accepts a key. Returns a function that closes the form after a response. */
 export function startApiKey(onAccepted) {

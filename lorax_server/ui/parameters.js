@@ -166,7 +166,7 @@ export class Parameters {
       button("Format", format, { class: "quiet", "aria-label": `Format ${label}` }),
       button("Clear", () => this.fill(name, ""), { class: "quiet", "aria-label": `Clear ${label}` }),
     ];
-    const area = make("textarea", { id: name, rows: 4, spellcheck: "false", class: "mono", placeholder: "none" });
+    const area = make("textarea", { id: name, rows: 6, spellcheck: "false", class: "mono", placeholder: "none" });
     return field(name, label, help, area, make("div", { class: "tools shown" }, ...actions));
   }
 }
