@@ -16,6 +16,7 @@ const INLINE = new RegExp(
     /(?<ticks>`+)(?<code>[^`](?:[^]{0,2000}?[^`])?)\k<ticks>(?!`)/,
     /\\(?<escaped>[\\`*_{}[\]()#+\-.!|~<>])/,
     /!?\[(?<label>[^\]\n]{0,500})\]\((?<target>[^\s()]{1,2000}(?:\([^\s()]{0,200}\))?)(?: "[^"\n]{0,200}")?\)/,
+    /\*\*\*(?=[^\s*])(?<both>[^]{0,1000}?[^\s*])\*\*\*/,
     /(?<strongMark>\*\*|(?<!\w)__)(?=[^\s*_])(?<strong>[^]{0,1000}?[^\s(])\k<strongMark>/,
     /(?<emMark>\*|(?<!\w)_)(?=[^\s*_)])(?<em>[^]{0,1000}?[^\s(])\k<emMark>(?!\w)/,
     /~~(?=\S)(?<deleted>[^]{0,1000}?\S)~~/,
@@ -153,9 +154,10 @@ function inline(text, depth = 0) {
 }
 
 function span({ 0: source, groups }, depth) {
-  const { code, escaped, label, target, strong, em, deleted, url } = groups;
+  const { code, escaped, label, target, both, strong, em, deleted, url } = groups;
   if (code !== undefined) return [make("code", {}, code.trim() || code)];
   if (escaped) return [escaped];
+  if (both) return [make("strong", {}, make("em", {}, ...inline(both, depth)))];
   if (strong) return [make("strong", {}, ...inline(strong, depth))];
   if (em) return [make("em", {}, ...inline(em, depth))];
   if (deleted) return [make("del", {}, ...inline(deleted, depth))];

@@ -41,7 +41,18 @@ CONTRAST = """(selectors) => {
     return Object.fromEntries(selectors.map((selector) => [selector, ratio(seen(selector))]));
 }"""
 TEXTS = [
-    *("h1", "h1 span", "#served", "#health", "#theme", "footer a", "label", "#prompt", ".chip .name", ".chat[aria-current]"),
+    *(
+        "h1",
+        "h1 span",
+        "#served",
+        "#health",
+        "#theme",
+        "footer a",
+        "label",
+        "#prompt",
+        ".chip .name",
+        ".chat[aria-current]",
+    ),
     *("summary", ".note", "#send", "#models-open", ".tier h3", ".resident .name", ".resident .note", "#speeds td"),
     *(".bubble", ".answer h3", ".answer[data-state=done] .badge", ".answer[data-state=failed] .badge"),
     *(".error span", ".token[data-tint='4']", ".code-head span", ".code code", "p > code", ".body a", "blockquote p"),
@@ -317,9 +328,9 @@ def test_invalid_parameters_are_rejected(playground: Playground) -> None:
         playground.set(**{name: value})
         playground.send("Hello", "tiny")
         expect(playground.at("#prompt-error")).to_have_text("Correct the settings.")
-        playground.at("#prompt").fill("")
         expect(playground.at(f"#{name}-error")).to_contain_text("Not valid JSON" if value == "{" else "Must be a ")
         expect(playground.at(f"#{name}")).to_be_focused()
+        playground.at("#prompt").fill("")  # clears its error
         expect(playground.at("[id$=-error]:not(:empty)")).to_have_count(1)
         playground.set(**{name: before})
     expect(playground.at(".turn")).to_have_count(0)
@@ -374,7 +385,7 @@ def test_thousand_adapters_are_shown(visit: Visit) -> None:
     base = {"id": "tiny", "parent": None}
     models = {"data": [base, *({"id": name, "parent": "tiny"} for name in names)]}
     nothing: dict[str, Any] = {"source": "local", "bytes": None, "pinned": False, "requests": 0, "uses": 0}
-    adapters = {"data": [{"id": name, "state": DISK, "error": None, **nothing} for name in names]}
+    adapters = {"data": [{"id": name, "state": "on disk", "error": None, **nothing} for name in names]}
     adapters["data"][7] |= {"state": "being prepared", "requests": 2}
     adapters["data"][8] |= {"state": "failed", "error": "its files are broken"}
     playground = visit()
@@ -413,7 +424,7 @@ def test_filter_queries_server_for_more_adapters(visit: Visit) -> None:
     def respond(route: Route) -> None:
         asked.append(route.request.url.partition("?")[2])
         names = ["far-away"] if "search=far" in asked[-1] else near
-        data = [{"id": name, "state": DISK, "error": None, **nothing} for name in names]
+        data = [{"id": name, "state": "on disk", "error": None, **nothing} for name in names]
         route.fulfill(json={"data": data, "has_more": names is near, "next": "name:near-by"})
 
     playground = visit()
