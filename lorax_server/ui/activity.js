@@ -37,14 +37,15 @@ export class Activity {
     const tiers = TIERS.filter(({ state, isAlways }) => isAlways || groups.has(state));
     byId("tiers").replaceChildren(...tiers.map((tier) => tierOf(tier, groups.get(tier.state) ?? [])));
     const running = models.adapters.reduce((sum, adapter) => sum + (adapter.requests ?? 0), 0);
-    const known = models.hasMore ? " shown; search to find more" : "";
-    byId("activity-note").textContent = `${count(listed.size, "adapter")}${known} · ${count(running, "request")} running`;
+    const known = count(listed.size, "adapter") + (models.hasMore ? " shown; search to find more" : "");
+    byId("activity-note").textContent = `${known} · ${count(running, "request")} running`;
   }
 
   /** Shows the speed of the latest turn. */
   renderSpeeds(records) {
     const rows = records.map(({ label, rate: speed, firstMs, count: tokens }) => {
-      const cells = [speed === undefined ? "–" : rate(speed), firstMs === undefined ? "–" : milliseconds(firstMs), tokens];
+      const times = [speed === undefined ? "–" : rate(speed), firstMs === undefined ? "–" : milliseconds(firstMs)];
+      const cells = [...times, tokens];
       return make("tr", {}, make("th", { scope: "row" }, label), ...cells.map((cell) => make("td", {}, String(cell))));
     });
     byId("speeds").replaceChildren(...rows);
@@ -59,8 +60,8 @@ function tierOf({ state, title }, adapters) {
   const rest = adapters.length - shown.length;
   const items = shown.map(itemOf);
   if (rest) items.push(make("li", { class: "note" }, `and ${rest.toLocaleString("en")} more`));
-  const total = make("span", { class: "note" }, [adapters.length.toLocaleString("en"), size && bytes(size)].filter(Boolean).join(" · "));
-  const heading = make("h3", {}, make("span", { class: "dot" }), title, total);
+  const total = adapters.length.toLocaleString("en") + (size ? ` · ${bytes(size)}` : "");
+  const heading = make("h3", {}, make("span", { class: "dot" }), title, make("span", { class: "note" }, total));
   const list = make("ul", { "aria-label": title }, ...items);
   return make("div", { class: "tier", "data-state": state }, heading, ...(items.length ? [list] : []));
 }

@@ -47,8 +47,9 @@ export class Answer {
     const text = isContinuation ? record.text : "";
     if (!isContinuation) this.tokens = [];
     else if (!this.tokens.length) this.tokens = [{ token: text, text, logprob: null, top: [] }];
-    Object.assign(record, unsent(), { text, isJson: Boolean(parameters.schema), limit: parameters.sampling.max_tokens });
-    Object.assign(record, { firstMs: undefined, rate: undefined, tier: undefined });
+    Object.assign(record, unsent(), { text, firstMs: undefined, rate: undefined, tier: undefined });
+    Object.assign(record, { isJson: Boolean(parameters.schema), limit: parameters.sampling.max_tokens });
+    record.isText = !usesChat(record.model, parameters);
     this.tokenDetails.hide();
     this.#clearBody();
     this.draw();
@@ -92,7 +93,7 @@ export class Answer {
     }
   }
 
-  // --- Display --------------------------------------------------------------------------------------------------------
+  // --- Display ------------------------------------------------------------------------------------------------------
 
   #draw() {
     const { record, element } = this;
@@ -118,7 +119,8 @@ export class Answer {
 
   #drawBody(text) {
     const { record, body } = this;
-    const hasTokens = document.body.dataset.probabilities === "on" && this.tokens.some(({ top }) => top.length);
+    const isOn = document.body.dataset.probabilities === "on";
+    const hasTokens = isOn && this.tokens.some(({ top }) => top.length);
     const view = hasTokens ? "tokens" : record.isJson || record.isText ? "text" : "markdown";
     if (body.dataset.view !== view) this.#clearBody();
     body.dataset.view = view;
@@ -142,8 +144,8 @@ export class Answer {
 
   #span(token) {
     const tint = token.logprob === null ? 0 : Math.floor((1 - Math.exp(token.logprob)) * NUM_TINTS);
-    const span = make("span", { class: "token", tabindex: -1, "data-tint": Math.min(Math.max(tint, 0), NUM_TINTS - 1) });
-    span.textContent = token.text;
+    const level = Math.min(Math.max(tint, 0), NUM_TINTS - 1);
+    const span = make("span", { class: "token", tabindex: -1, "data-tint": level }, token.text);
     this.tokenDetails.tokens.set(span, token);
     return span;
   }
@@ -160,7 +162,7 @@ export class Answer {
     const { state, reason, limit, text, calls, error, lacksTemplate } = this.record;
     const notes = [
       lacksTemplate && state !== "failed" && "This model has no chat template, so it continues your text.",
-      reason === "length" && `Stopped at the limit of ${limit ?? "the context"} tokens. Raise Max tokens in the settings.`,
+      reason === "length" && `Stopped at the limit of ${limit} tokens. Raise Max tokens in the settings.`,
       state === "done" && !text && !calls.length && "The model returned an empty completion.",
     ].filter(Boolean);
     this.notes.replaceChildren(...notes.map((note) => make("p", { class: "note" }, note)));

@@ -61,7 +61,8 @@ export class Chats {
     const title = chat.turns[0].prompt.trim().slice(0, MAX_TITLE);
     const isCurrent = chat === this.current;
     const open = button(title, () => this.open(chat), { class: "chat", "aria-current": isCurrent && "page", title });
-    const remove = button("✕", () => this.#delete(chat), { class: "quiet icon", "aria-label": `Delete chat: ${title}` });
+    const label = `Delete chat: ${title}`;
+    const remove = button("✕", () => this.#delete(chat), { class: "quiet icon", "aria-label": label });
     return make("li", {}, open, remove);
   }
 }

@@ -1,7 +1,7 @@
 // A conversation: turns of one user message and the completions of all selected models.
 
 import { Answer, newRecord, splitReasoning } from "./answer.js";
-import { announce, button, byId, copyButton, make } from "./dom.js";
+import { announce, button, byId, copyButton, isTouch, make } from "./dom.js";
 
 const NEAR_END_PX = 120; // follow new text only if the reader is this close to the end
 const MAX_SPOKEN = 600; // longer completions are not read aloud
@@ -66,7 +66,7 @@ export class Conversation {
     return "";
   }
 
-  // --- Requests -------------------------------------------------------------------------------------------------------
+  // --- Requests -----------------------------------------------------------------------------------------------------
 
   async #run(answers, parameters, isContinuation = false) {
     this.stop();
@@ -99,7 +99,8 @@ export class Conversation {
       messages.push({ role: "assistant", content: splitReasoning(earlier).text });
     }
     const { prompt } = turns[place];
-    return { messages: [...messages, { role: "user", content: prompt }], prompt: isContinuation ? prompt + text : prompt };
+    messages.push({ role: "user", content: prompt });
+    return { messages, prompt: isContinuation ? prompt + text : prompt };
   }
 
   #again(answer, isContinuation) {
@@ -107,7 +108,7 @@ export class Conversation {
     if (parameters && !this.isRunning) this.#run([answer], parameters, isContinuation);
   }
 
-  // --- Display --------------------------------------------------------------------------------------------------------
+  // --- Display ------------------------------------------------------------------------------------------------------
 
   #append(turn) {
     const actions = {
@@ -118,7 +119,8 @@ export class Conversation {
     const answers = turn.answers.map((record) => new Answer(record, { tokenDetails: this.tokenDetails, actions }));
     this.answers.push(answers);
     const message = make("div", { class: "message" });
-    const grid = make("div", { class: "answers", "data-count": answers.length }, ...answers.map((each) => each.element));
+    const elements = answers.map((answer) => answer.element);
+    const grid = make("div", { class: "answers", "data-count": answers.length }, ...elements);
     const label = `Turn ${this.answers.length}`;
     const element = make("section", { class: "turn", "aria-label": label }, message, grid);
     this.#showMessage(message, turn);
@@ -193,12 +195,12 @@ export class Conversation {
 /** Enter sends and Shift+Enter starts a line. On touch screens, Enter starts a line. Ctrl+Enter always sends. */
 export function isSendKey(event) {
   if (event.key !== "Enter" || event.isComposing || event.repeat) return false;
-  return event.ctrlKey || event.metaKey || (!event.shiftKey && !matchMedia("(pointer: coarse)").matches);
+  return event.ctrlKey || event.metaKey || (!event.shiftKey && !isTouch());
 }
 
 function spoken(record, numAnswers) {
-  const { label, state, error } = record;
-  if (state === "failed") return `${label}: failed. ${error.message}`;
+  const { label, state } = record;
   const { text } = splitReasoning(record);
-  return numAnswers === 1 && text.length <= MAX_SPOKEN ? `${label}: ${text}` : `${label}: ${state}`;
+  const isRead = numAnswers === 1 && state === "done" && text.length <= MAX_SPOKEN;
+  return `${label}: ${isRead ? text : state}`; // errors are alerts
 }

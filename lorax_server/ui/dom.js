@@ -2,6 +2,9 @@
 
 const COPIED_MS = 1500; // how long a copy button shows the result
 
+/** Returns true if the page is mainly used with a touch screen. */
+export const isTouch = () => matchMedia("(pointer: coarse)").matches;
+
 export const byId = (id) => document.getElementById(id);
 
 /** Creates an element with attributes and children or strings. Skips null, undefined and false. */

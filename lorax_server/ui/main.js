@@ -6,7 +6,7 @@ import { startApiKey } from "./api-key.js";
 import { Chats } from "./chats.js";
 import { forgetTemplates } from "./completion.js";
 import { Conversation, isSendKey } from "./conversation.js";
-import { announce, button, byId, make, oncePerFrame } from "./dom.js";
+import { announce, button, byId, isTouch, make, oncePerFrame } from "./dom.js";
 import { ModelPicker } from "./model-picker.js";
 import { Models } from "./models.js";
 import { isPanelOpen, startPanels } from "./panels.js";
@@ -31,7 +31,7 @@ const conversation = new Conversation({
 const chats = new Chats((chat) => {
   conversation.open(chat);
   showSpeeds();
-  if (!matchMedia("(pointer: coarse)").matches) byId("prompt").focus(); // phones would open the keyboard
+  if (!isTouch()) byId("prompt").focus(); // phones would open the keyboard
 });
 const closeKeyForm = startApiKey(() => polling.now());
 
@@ -52,10 +52,12 @@ function showProbabilities() {
 
 function showRunning(isRunning) {
   document.body.dataset.running = String(isRunning);
-  const isFocused = document.activeElement === byId("stop");
-  byId("stop").hidden = !isRunning;
-  byId("send").hidden = isRunning;
-  if (isFocused) byId("prompt").focus();
+  const [stopButton, sendButton] = [byId("stop"), byId("send")];
+  const { activeElement: focused } = document;
+  const isLost = focused === sendButton || focused === stopButton || focused.closest(".answer footer") !== null;
+  stopButton.hidden = !isRunning;
+  sendButton.hidden = isRunning;
+  if (isLost) (isRunning ? stopButton : isTouch() ? sendButton : byId("prompt")).focus(); // the control is hidden now
   if (isRunning) chats.save();
   polling.now();
 }

@@ -107,7 +107,8 @@ function codeBlock(lines) {
   const [, fence, language] = lines[0].match(FENCE);
   const isClosed = lines.length > 1 && isFenceEnd(lines.at(-1), fence);
   const text = lines.slice(1, isClosed ? -1 : undefined).join("\n");
-  const head = make("div", { class: "code-head" }, make("span", {}, language || "code"), copyButton(() => text, "code"));
+  const name = make("span", {}, language || "code");
+  const head = make("div", { class: "code-head" }, name, copyButton(() => text, "code"));
   return make("div", { class: "code" }, head, make("pre", { tabindex: 0 }, make("code", {}, text)));
 }
 

@@ -43,7 +43,7 @@ export class ModelPicker {
     if (this.isOpen) this.#renderOptions();
   }
 
-  // --- Chips ----------------------------------------------------------------------------------------------------------
+  // --- Chips --------------------------------------------------------------------------------------------------------
 
   #renderChips() {
     const bar = byId("models");
@@ -67,7 +67,7 @@ export class ModelPicker {
     return make("li", { class: "chip", "data-model": name, "data-state": state, title }, ...content);
   }
 
-  // --- List -----------------------------------------------------------------------------------------------------------
+  // --- List ---------------------------------------------------------------------------------------------------------
 
   #toggled(isOpen) {
     byId("models-open").setAttribute("aria-expanded", String(isOpen));
@@ -100,16 +100,17 @@ export class ModelPicker {
     this.list.replaceChildren(...options);
     this.list.scrollTop = scroll; // replaced while the user reads
     this.#setActive(Math.min(this.active, options.length - 1), false);
-    const hidden = found.length - MAX_SHOWN;
-    const more = models.hasMore || hidden > 0 ? `${found.length.toLocaleString("en")}${models.hasMore ? "+" : ""} models. ` : "";
-    announce(byId("picker-note"), more ? `${more}Type to search.` : `${found.length} of ${models.all.length} models.`);
+    const isPartial = models.hasMore || found.length > MAX_SHOWN;
+    const number = found.length.toLocaleString("en") + (models.hasMore ? "+" : "");
+    const note = isPartial ? `${number} models. Type to search.` : `${number} of ${models.all.length} models.`;
+    announce(byId("picker-note"), note);
   }
 
   #option(name) {
     const { state, text, reason } = this.models.statusOf(name);
     const isSelected = this.models.selected.includes(name);
     const label = make("span", { class: "name" }, this.models.labelOf(name));
-    const status = make("span", { class: "status" }, make("span", { class: "dot" }), text || "not listed by the server");
+    const status = make("span", { class: "status" }, make("span", { class: "dot" }), text || "not listed");
     const why = reason && make("span", { class: "reason" }, reason);
     const attributes = { role: "option", "aria-selected": String(isSelected), "data-model": name, "data-state": state };
     return make("li", attributes, label, status, why || null);
@@ -147,7 +148,7 @@ export class ModelPicker {
     this.#showError(this.models.toggle(option.dataset.model));
   }
 
-  // --- Loading --------------------------------------------------------------------------------------------------------
+  // --- Loading ------------------------------------------------------------------------------------------------------
 
   async #load(name) {
     if (this.isLoading) return;

@@ -55,9 +55,10 @@ export class Models {
 
   /** Returns an error message, or "". */
   toggle(name) {
-    if (this.selected.includes(name)) this.#setSelected(this.selected.filter((each) => each !== name));
-    else if (this.selected.length >= MAX_SELECTED) return `Remove a model first: at most ${MAX_SELECTED} can be compared.`;
-    else this.#setSelected([...this.selected, name]);
+    const isSelected = this.selected.includes(name);
+    const isFull = !isSelected && this.selected.length >= MAX_SELECTED;
+    if (isFull) return `Remove a model first: at most ${MAX_SELECTED} can be compared.`;
+    this.#setSelected(isSelected ? this.selected.filter((each) => each !== name) : [...this.selected, name]);
     return "";
   }
 

@@ -15,7 +15,7 @@ const NUMBERS = {
   },
   temperature: {
     label: "Temperature", value: "0",
-    help: "0 always chooses the most likely token, so that repeated requests give the same text. Higher is more varied.",
+    help: "0 always chooses the most likely token, so the same request gives the same text. Higher is more varied.",
     holds: (n) => n >= 0 && n <= 2, rule: "a number from 0 to 2",
   },
   top_p: {
@@ -143,7 +143,8 @@ export class Parameters {
   }
 
   #summarize() {
-    const [mode, max, temperature, seed] = ["mode", "max_tokens", "temperature", "seed"].map((name) => byId(name).value);
+    const names = ["mode", "max_tokens", "temperature", "seed"];
+    const [mode, max, temperature, seed] = names.map((name) => byId(name).value);
     const shown = [
       mode === "chat" ? "" : "text completion",
       max && `up to ${max} tokens`,

@@ -74,7 +74,8 @@ export class TokenDetails {
 const isModified = (event) => event.altKey || event.ctrlKey || event.metaKey || event.shiftKey;
 
 function describe({ token, logprob, top }) {
-  const title = make("p", { class: "token-head" }, make("code", {}, visible(token)), make("strong", {}, percent(logprob)));
+  const share = make("strong", {}, percent(logprob));
+  const title = make("p", { class: "token-head" }, make("code", {}, visible(token)), share);
   if (!top.length) return [title];
   // Incomplete characters look the same.
   const rows = top.map((other) => row(other, other.token === token && other.logprob === logprob));
