@@ -1,4 +1,4 @@
-# One command per chore; `make help` lists them. Works with GNU make 3.81 (macOS) and later.
+# Development commands; `make help` lists them. Works with GNU make 3.81 (macOS) and later.
 
 PYTHON ?= python3
 ARGS ?=

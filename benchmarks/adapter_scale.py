@@ -1,9 +1,9 @@
-"""Measure many adapters with little device memory: 2,000 adapters on disk, memory for 64, against 16 resident adapters.
+"""Measure many adapters with little device memory: 2,000 on disk and memory for 64, against 16 resident adapters.
 
-Requests name adapters drawn from a Zipf distribution (exponent 1). 32 requests are in flight; a finished request is
-replaced by the next one, which is resolved and queued until its adapter is on the device. The run includes a
-cold start, so the first request for each adapter reads, checks and prepares its files. The model is tiny, which is the
-hard case: little computation hides the loading.
+Each request uses an adapter drawn from a Zipf distribution (exponent 1). 32 requests are in flight; a finished request
+is replaced by a new request, which is resolved and queued until its adapter is on the device. The run includes a cold
+start, so the first request for each adapter reads, checks and prepares its files. The model is tiny, which is the
+hardest case, because little computation overlaps with loading.
 """
 
 import random
@@ -29,7 +29,7 @@ from lorax_server.process_tuning import set_gil_switch_interval
 from lorax_server.types import AdapterRef, EngineStatus, Request, Resolved, SamplingParams, StopParams
 
 MANY, FEW, PLACES = 2000, 16, 64
-REQUESTS, AT_ONCE = 4000, 32
+REQUESTS, MAX_CONCURRENCY = 4000, 32
 PROMPT, ANSWER = 32, 32
 HIDDEN, LAYERS, RANK, VOCAB = 256, 4, 8, 1024
 MODULES = ("q_proj", "v_proj")
@@ -91,9 +91,9 @@ def make_files(folder: Path) -> None:
         max_position_embeddings=256,
     )
     LlamaForCausalLM(config).save_pretrained(folder / "model")
-    chance = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     for i in range(MANY):
-        write_adapter(folder / f"adapter-{i}", chance, RANK, HIDDEN, LAYERS, MODULES)
+        write_adapter(folder / f"adapter-{i}", rng, RANK, HIDDEN, LAYERS, MODULES)
 
 
 def make_engine(folder: Path) -> Engine:
@@ -102,7 +102,7 @@ def make_engine(folder: Path) -> Engine:
     return build_engine(
         EngineConfig(
             ModelConfig(folder / "model"),
-            max_num_seqs=AT_ONCE,
+            max_num_seqs=MAX_CONCURRENCY,
             cache_bytes=2**27,
             adapter_bytes=PLACES * units * UNIT_BYTES,
             sources=SourceConfig((folder,)),
@@ -111,10 +111,10 @@ def make_engine(folder: Path) -> Engine:
 
 
 def measure(folder: Path, num_adapters: int) -> Run:
-    chance = random.Random(0)
+    rng = random.Random(0)
     popularity = [1 / (rank + 1) for rank in range(num_adapters)]
-    names = [f"adapter-{i}" for i in chance.choices(range(num_adapters), popularity, k=REQUESTS)]
-    prompts = [[chance.randrange(VOCAB) for _ in range(PROMPT)] for _ in names]
+    names = [f"adapter-{i}" for i in rng.choices(range(num_adapters), popularity, k=REQUESTS)]
+    prompts = [[rng.randrange(VOCAB) for _ in range(PROMPT)] for _ in names]
     engine = make_engine(folder)
     run, stop = Run(), StopParams(max_new_tokens=ANSWER)
     came: dict[int, float] = {}
@@ -122,7 +122,7 @@ def measure(folder: Path, num_adapters: int) -> Run:
     next_id = num_done = 0
     start = time.perf_counter()
     while num_done < REQUESTS:
-        while next_id < REQUESTS and next_id - num_done < AT_ONCE:
+        while next_id < REQUESTS and next_id - num_done < MAX_CONCURRENCY:
             came[next_id] = time.perf_counter()
             resolving[next_id] = engine.resolve([AdapterRef("local", names[next_id])])
             next_id += 1

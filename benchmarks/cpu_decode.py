@@ -1,16 +1,17 @@
 """Measure decode with a small Llama on a CPU, with and without adapters, against transformers, PEFT and llama.cpp.
 
-The model is random and has the shape of Llama with 135M parameters, with adapters of rank 16 on all linear layers. A
-value is tokens per second over greedy steps after prompts of 90 tokens, the best of several rounds in which all sides
-take turns. bfloat16 is measured if torch reports that the CPU has fast bfloat16, or with `--dtypes`.
+The model is a Llama with 135M random parameters, with rank-16 adapters on all linear layers. Values are tokens per
+second in greedy decode steps after 90-token prompts: the best of several rounds in which all systems alternate.
+bfloat16 is measured if torch reports that the CPU has fast bfloat16, or with `--dtypes`.
 
-Ours is `LLM`, the whole engine with scheduler, sampling and text. transformers uses its faster attention; PEFT gets the
-adapter name of each sequence. `--llama-cpp FOLDER` is a checkout of llama.cpp with its converters and
-`build/bin/llama-batched-bench`, which draws tokens instead of choosing them (a little less work). The released program
-ignores `--lora`; a patched one that loads the adapter and prints "loaded lora" is measured with the adapter, too.
+`LLM` is the complete engine with scheduler, sampling and text. transformers uses its faster attention implementation;
+PEFT receives each sequence's adapter name. `--llama-cpp FOLDER` is a checkout of llama.cpp with its converters and
+`build/bin/llama-batched-bench`, which feeds random tokens instead of sampling (slightly less work). The released
+program ignores `--lora`; a patched build that loads the adapter and prints "loaded lora" is also measured with the
+adapter.
 
-The last part measures the bundled model in `LLM`: the time between two tokens of one request, and of one of six
-requests with different adapters.
+The last part measures the bundled model in `LLM`: the time between two tokens of a single request, and of one of six
+concurrent requests with different adapters.
 """
 
 import json
@@ -83,7 +84,7 @@ Speeds = dict[Case, float]  # tokens per second
 
 
 class Run(NamedTuple):
-    """Tokens of each sequence, and the seconds of all steps except the first one."""
+    """Each sequence's tokens, and the total time of all steps except the first, in seconds."""
 
     tokens: list[list[int]]
     seconds: float
@@ -106,13 +107,13 @@ OF_OWN_BASE = {
 # --- Ours, transformers and PEFT --------------------------------------------------------------------------------------
 
 
-class Ours:
-    """This project's engine, through `LLM`."""
+class LoraxEngine:
+    """lorax_server's engine, through `LLM`."""
 
     def __init__(self, folder: Path, dtype: str) -> None:
-        most = max(case.batch for case in CASES)
+        max_batch = max(case.batch for case in CASES)
         self.llm = LLM(
-            folder, folder / "adapters", device="cpu", dtype=dtype, max_num_seqs=most, cache_bytes=CACHE_BYTES
+            folder, folder / "adapters", device="cpu", dtype=dtype, max_num_seqs=max_batch, cache_bytes=CACHE_BYTES
         )
         self._clock = StepClock(self.llm)
 
@@ -129,7 +130,7 @@ class Ours:
         return Run([list(answer.token_ids[: 1 + TOKENS]) for answer in answers], marks[last].at - marks[first].at)
 
 
-class Theirs:
+class PeerRun:
     """transformers or PEFT, after the prefill of one case."""
 
     def __init__(self, model: Any, names: Sequence[str], case: Case, prompts: Sequence[list[int]]) -> None:
@@ -152,45 +153,48 @@ class Theirs:
         return chosen
 
 
-def share(model: Any, attention: str) -> Any:
-    """Copy a model without its tensors, and set the attention of the copy."""
+def copy_with_attention(model: Any, attention: str) -> Any:
+    """Return a copy of a model that shares its tensors and uses another attention implementation."""
     shared = deepcopy(model, {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())})
     shared.set_attn_implementation(attention)
     return shared
 
 
-class Sides(NamedTuple):
-    """One case: our run, the faster run of the peer, and its name."""
+class CaseRuns(NamedTuple):
+    """Functions that run one case with `LLM` and with the faster peer, and the peer's name."""
 
-    ours: Decode
-    theirs: Decode
+    run_ours: Decode
+    run_peer: Decode
     peer: str
 
 
-def warm_up(case: Case, mine: Decode, others: dict[str, Decode]) -> Sides:
-    """Run all sides once, compare tokens, and choose the faster peer."""
-    runs = {attention: decode() for attention, decode in others.items()}
+def warm_up(case: Case, decode_ours: Decode, decode_peers: dict[str, Decode]) -> CaseRuns:
+    """Run the case with `LLM` and all peers once, compare tokens, and choose the fastest peer."""
+    runs = {attention: decode() for attention, decode in decode_peers.items()}
     fastest = min(runs, key=lambda attention: runs[attention].seconds)
-    pairs = list(zip(chain(*mine().tokens), chain(*runs[fastest].tokens), strict=True))
+    pairs = list(zip(chain(*decode_ours().tokens), chain(*runs[fastest].tokens), strict=True))
     same = sum(one == two for one, two in pairs) / len(pairs)
     peer = f"transformers{' + PEFT' if case.adapters else ''} ({fastest})"
-    print(f"{case}: {same:.1%} of the tokens are those of {peer}", flush=True)
-    return Sides(mine, others[fastest], peer)
+    print(f"{case}: {same:.1%} of the tokens match {peer}", flush=True)
+    return CaseRuns(decode_ours, decode_peers[fastest], peer)
 
 
-def prepare(base: Any, engine: Ours, adapted: Any, names: Sequence[str]) -> dict[Case, Sides]:
-    """Build all sides of all cases. `adapted` is the model with PEFT layers."""
-    choice, sides = random.Random(0), {}
-    copies = {attention: (share(base, attention), share(adapted, attention)) for attention in ATTENTIONS}
+def prepare(base: Any, engine: LoraxEngine, adapted: Any, names: Sequence[str]) -> dict[Case, CaseRuns]:
+    """Prepare `LLM` and the peers for all cases. `adapted` is the model with PEFT layers."""
+    rng, case_runs = random.Random(0), {}
+    copies = {
+        attention: (copy_with_attention(base, attention), copy_with_attention(adapted, attention))
+        for attention in ATTENTIONS
+    }
     for case in CASES:
         last = LLAMA_135M.vocab_size * 7 // 8
-        prompts = [[choice.randint(FIRST_WORD, last) for _ in range(PROMPT)] for _ in range(case.batch)]
-        others = {
-            attention: Theirs(models[case.adapters > 0], names, case, prompts).decode
+        prompts = [[rng.randint(FIRST_WORD, last) for _ in range(PROMPT)] for _ in range(case.batch)]
+        decode_peers = {
+            attention: PeerRun(models[case.adapters > 0], names, case, prompts).decode
             for attention, models in copies.items()
         }
-        sides[case] = warm_up(case, partial(engine.decode, case, names, prompts), others)
-    return sides
+        case_runs[case] = warm_up(case, partial(engine.decode, case, names, prompts), decode_peers)
+    return case_runs
 
 
 # --- llama.cpp --------------------------------------------------------------------------------------------------------
@@ -200,7 +204,7 @@ class LlamaCpp:
     """A built checkout of llama.cpp, with the model and one adapter in its format."""
 
     def __init__(self, checkout: Path, folder: Path, kind: str) -> None:
-        """`folder` has the model and `adapters/`; `kind` is the storage type."""
+        """Convert the model and an adapter. `folder` contains the model and `adapters/`; `kind` is the storage type."""
         self._program = checkout / "build/bin/llama-batched-bench"
         if not self._program.is_file():
             raise SystemExit(f"{self._program} is missing: build it")
@@ -218,11 +222,13 @@ class LlamaCpp:
         return speeds | {Case(batch, 1): speed for batch, speed in adapted.items()}
 
     def _run(self, cases: Sequence[Case], *more: str | Path) -> dict[int, float]:
-        """Return tokens per second by batch size, or an empty result if the adapter was not loaded."""
-        most = max(case.batch for case in cases)
+        """Return tokens per second, keyed by batch size, or an empty result if the adapter was not loaded."""
+        max_batch = max(case.batch for case in cases)
         threads, batches = torch.get_num_threads(), ",".join(str(case.batch) for case in cases)
         # All sequences share one prompt, because only decode steps are measured.
-        sizes = f"-pps -npp {PROMPT} -ntg {LLAMA_CPP_TOKENS} -npl {batches} -c {most * (PROMPT + LLAMA_CPP_TOKENS)}"
+        sizes = (
+            f"-pps -npp {PROMPT} -ntg {LLAMA_CPP_TOKENS} -npl {batches} -c {max_batch * (PROMPT + LLAMA_CPP_TOKENS)}"
+        )
         flags = f"{sizes} -b 2048 -ub 512 -t {threads} -tb {threads} --output-format jsonl".split()
         printed = run([self._program, "-m", self._model, *flags, *more])
         if more and LORA_IS_LOADED not in printed:
@@ -246,39 +252,46 @@ def measure(dtype: str, rounds: int, checkout: Path | None) -> list[Record]:
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_config(LLAMA_135M, dtype=getattr(torch, dtype)).eval()
     llama_cpp: Speeds = {}
-    mine, others = dict.fromkeys(CASES, 0.0), dict.fromkeys(CASES, 0.0)
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    our_speeds, peer_speeds = dict.fromkeys(CASES, 0.0), dict.fromkeys(CASES, 0.0)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         base.save_pretrained(folder)
         write_tokenizer(folder, LLAMA_135M.vocab_size)
         plain = deepcopy(base)  # PEFT changes `base`
         adapted, folders = write_adapters(base, folder / "adapters", RANK, max(case.adapters for case in CASES))
-        engine = Ours(folder, dtype)
+        engine = LoraxEngine(folder, dtype)
         names = [adapter.name for adapter in folders]
-        sides = prepare(plain, engine, adapted.to(getattr(torch, dtype)), names)  # PEFT creates float32 adapters
+        case_runs = prepare(plain, engine, adapted.to(getattr(torch, dtype)), names)  # PEFT creates float32 adapters
         peer = LlamaCpp(checkout, folder, {"float32": "f32", "bfloat16": "bf16"}[dtype]) if checkout else None
         for _ in range(rounds):
-            for case, side in sides.items():
-                speeds = [case.batch * TOKENS / decode().seconds for decode in (side.ours, side.theirs)]
-                mine[case], others[case] = max(mine[case], speeds[0]), max(others[case], speeds[1])
+            for case, case_run in case_runs.items():
+                speeds = [case.batch * TOKENS / decode().seconds for decode in (case_run.run_ours, case_run.run_peer)]
+                our_speeds[case], peer_speeds[case] = (
+                    max(our_speeds[case], speeds[0]),
+                    max(peer_speeds[case], speeds[1]),
+                )
             for case, speed in peer.measure().items() if peer else ():
                 llama_cpp[case] = max(speed, llama_cpp.get(case, 0.0))
         engine.llm.close()
-    return compare(dtype, mine, others, llama_cpp, {case: side.peer for case, side in sides.items()})
+    return compare(
+        dtype, our_speeds, peer_speeds, llama_cpp, {case: case_run.peer for case, case_run in case_runs.items()}
+    )
 
 
-def compare(dtype: str, mine: Speeds, others: Speeds, llama_cpp: Speeds, peers: dict[Case, str]) -> list[Record]:
+def compare(
+    dtype: str, our_speeds: Speeds, peer_speeds: Speeds, llama_cpp: Speeds, peers: dict[Case, str]
+) -> list[Record]:
     records = []
     for case in CASES:
-        name, speed = f"{dtype} {case}", mine[case]
+        name, speed = f"{dtype} {case}", our_speeds[case]
         records.append(Record(name, speed, "tokens/s"))
         goal = OVER_TRANSFORMERS[dtype].get(case)
-        records.append(Record(f"{name}, over transformers", speed / others[case], "x", peers[case], goal))
+        records.append(Record(f"{name}, over transformers", speed / peer_speeds[case], "x", peers[case], goal))
         if case in llama_cpp:
             goal = OVER_LLAMA_CPP[dtype].get(case)
             records.append(Record(f"{name}, over llama.cpp", speed / llama_cpp[case], "x", "llama.cpp", goal))
         if case.adapters:
-            part, goal = speed / mine[Case(case.batch)], OF_OWN_BASE[dtype][case]
+            part, goal = speed / our_speeds[Case(case.batch)], OF_OWN_BASE[dtype][case]
             records.append(Record(f"{name}, of own base", part, "of tokens/s", "our base model", goal))
     return records
 

@@ -1,11 +1,11 @@
-"""Measure a mixed load for 32 adapters on a CPU: our engine against transformers and PEFT in static batches.
+"""Measure a mixed load for 32 adapters on a CPU: this engine against transformers and PEFT in static batches.
 
-200 requests have prompts of 16 to 128 tokens and completions of 8 to 128 (both log-uniform). Each names one of 32
-adapters of rank 4 to 16, drawn from a Zipf distribution. The model is a Llama of 160M parameters. The peer takes
-requests in order of arrival into batches of at most `--rows`, with an adapter for each sequence (`adapter_names` of
-PEFT), and starts the next batch when all sequences are finished. Its adapters are loaded before; ours are loaded from
-their folders during the measurement. First all requests are present from the start (throughput). Then they arrive at
-random, at 70 % of our capacity.
+200 requests have prompts of 16 to 128 tokens and completions of 8 to 128 (both log-uniform). Each request uses one of
+32 adapters of rank 4 to 16, drawn from a Zipf distribution. The model is a Llama with 160M parameters. The peer batches
+requests in order of arrival, up to `--rows` per batch, with an adapter for each sequence (PEFT's `adapter_names`), and
+starts the next batch when all sequences have finished. Its adapters are loaded in advance; ours are loaded from their
+folders during the measurement. In the first run, all requests arrive at the start (throughput). In the second run, they
+arrive at random times, at 70% of our capacity.
 """
 
 import random
@@ -34,14 +34,14 @@ from lorax_server.process_tuning import set_gil_switch_interval
 from lorax_server.types import AdapterRef, Request, SamplingParams, StopParams
 
 ADAPTERS = 32
-PROMPTS, ANSWERS = (16, 128), (8, 128)  # tokens
-LOAD = 0.7  # of our capacity
+PROMPTS, COMPLETIONS = (16, 128), (8, 128)  # tokens
+LOAD_FRACTION = 0.7  # of our capacity
 PEER = "transformers + PEFT, static batches"
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """One request of the load."""
+class BenchRequest:
+    """A request in the load."""
 
     request_id: int
     prompt: list[int]
@@ -50,24 +50,24 @@ class Wanted:
 
 
 @dataclass
-class Served:
-    """Times and tokens of each request, in seconds since the start."""
+class RunResult:
+    """Arrival times and tokens of each request. Times are seconds since the start."""
 
     arrivals: dict[int, float]
-    shown: dict[int, list[tuple[float, int]]] = field(default_factory=lambda: defaultdict(list))
+    outputs: dict[int, list[tuple[float, int]]] = field(default_factory=lambda: defaultdict(list))
 
     @property
     def seconds(self) -> float:
-        return max(times[-1][0] for times in self.shown.values())
+        return max(times[-1][0] for times in self.outputs.values())
 
     @property
-    def first_tokens(self) -> list[float]:
-        return [times[0][0] - self.arrivals[i] for i, times in self.shown.items()]
+    def first_token_latencies(self) -> list[float]:
+        return [times[0][0] - self.arrivals[i] for i, times in self.outputs.items()]
 
     @property
-    def gaps(self) -> list[float]:
+    def inter_token_latencies(self) -> list[float]:
         """Return the seconds between tokens."""
-        return [b[0] - a[0] for times in self.shown.values() for a, b in pairwise(times)]
+        return [b[0] - a[0] for times in self.outputs.values() for a, b in pairwise(times)]
 
 
 def main() -> None:
@@ -78,8 +78,8 @@ def main() -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     load = make_load(args.requests)
-    total = sum(wanted.num_tokens for wanted in load)
-    print(f"{len(load)} requests, {total} tokens, at most {args.rows} at once, {torch.get_num_threads()} threads")
+    total = sum(request.num_tokens for request in load)
+    print(f"{len(load)} requests, {total} tokens, at most {args.rows} concurrent, {torch.get_num_threads()} threads")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         peer = make_models(folder)
@@ -88,10 +88,10 @@ def main() -> None:
         engine = build_engine(EngineConfig(model, max_num_seqs=args.rows, sources=sources, adapter_bytes=2**28))
         run_ours(engine, load[:2], [0.0] * 2)  # warm-up
         run_peer(peer, load[:2], [0.0] * 2, args.rows)
-        at_once = [0.0] * len(load)
-        ours, theirs = run_ours(engine, load, at_once), run_peer(peer, load, at_once, args.rows)
-        print(f"all at once: {total / ours.seconds:.1f} against {total / theirs.seconds:.1f} tokens/s", flush=True)
-        rate = LOAD * len(load) / ours.seconds
+        no_delays = [0.0] * len(load)
+        ours, theirs = run_ours(engine, load, no_delays), run_peer(peer, load, no_delays, args.rows)
+        print(f"all at the start: {total / ours.seconds:.1f} against {total / theirs.seconds:.1f} tokens/s", flush=True)
+        rate = LOAD_FRACTION * len(load) / ours.seconds
         arrivals = poisson(len(load), rate)
         ours_late, theirs_late = run_ours(engine, load, arrivals), run_peer(peer, load, arrivals, args.rows)
         engine.close()
@@ -100,8 +100,8 @@ def main() -> None:
         Record("throughput, peer", total / theirs.seconds, "tokens/s"),
         Record("throughput", theirs.seconds / ours.seconds, "x", PEER, 3.0),
         Record("requests with the same tokens", same_tokens(ours, theirs), "of 1", PEER),
-        *compare("time to first token", ours_late.first_tokens, theirs_late.first_tokens, goal=1.0),
-        *compare("time between tokens", ours_late.gaps, theirs_late.gaps, goal=None),
+        *compare("time to first token", ours_late.first_token_latencies, theirs_late.first_token_latencies, goal=1.0),
+        *compare("time between tokens", ours_late.inter_token_latencies, theirs_late.inter_token_latencies, goal=None),
     ]
     report(records, args.json)
 
@@ -114,37 +114,37 @@ def compare(name: str, ours: Sequence[float], theirs: Sequence[float], goal: flo
         yield Record(f"{name}, P{percent}: times shorter", other / mine, "x", PEER, goal if percent == 50 else None)
 
 
-def same_tokens(ours: Served, theirs: Served) -> float:
-    """Return the share of requests with equal tokens. Tokens with nearly equal logits may differ by rounding."""
-    tokens = [([t for _, t in ours.shown[i]], [t for _, t in shown]) for i, shown in theirs.shown.items()]
+def same_tokens(ours: RunResult, theirs: RunResult) -> float:
+    """Return the share of requests with equal tokens. Rounding may change tokens with nearly equal logits."""
+    tokens = [([t for _, t in ours.outputs[i]], [t for _, t in outputs]) for i, outputs in theirs.outputs.items()]
     return statistics.mean(mine == other for mine, other in tokens)
 
 
 # --- The load ---------------------------------------------------------------------------------------------------------
 
 
-def make_load(count: int) -> list[Wanted]:
-    chance = random.Random(0)
+def make_load(count: int) -> list[BenchRequest]:
+    rng = random.Random(0)
     popularity = [1 / (rank + 1) for rank in range(ADAPTERS)]
     return [
-        Wanted(
+        BenchRequest(
             i,
-            [chance.randrange(2, VOCAB) for _ in range(log_uniform(chance, PROMPTS))],
-            log_uniform(chance, ANSWERS),
-            chance.choices(range(ADAPTERS), popularity)[0],
+            [rng.randrange(2, VOCAB) for _ in range(log_uniform(rng, PROMPTS))],
+            log_uniform(rng, COMPLETIONS),
+            rng.choices(range(ADAPTERS), popularity)[0],
         )
         for i in range(count)
     ]
 
 
-def log_uniform(chance: random.Random, bounds: tuple[int, int]) -> int:
+def log_uniform(rng: random.Random, bounds: tuple[int, int]) -> int:
     low, high = bounds
-    return round(low * (high / low) ** chance.random())
+    return round(low * (high / low) ** rng.random())
 
 
 def poisson(count: int, rate: float) -> list[float]:
-    chance = random.Random(1)
-    return list(accumulate((chance.expovariate(rate) for _ in range(count - 1)), initial=0.0))
+    rng = random.Random(1)
+    return list(accumulate((rng.expovariate(rate) for _ in range(count - 1)), initial=0.0))
 
 
 def name_of(adapter: int) -> str:
@@ -186,34 +186,36 @@ def make_models(folder: Path) -> Any:
 # --- Ours -------------------------------------------------------------------------------------------------------------
 
 
-def run_ours(engine: Engine, load: Sequence[Wanted], arrivals: Sequence[float]) -> Served:
-    served = Served({wanted.request_id: arrival for wanted, arrival in zip(load, arrivals, strict=True)})
-    to_come, resolving = list(zip(load, arrivals, strict=True)), []
+def run_ours(engine: Engine, load: Sequence[BenchRequest], arrivals: Sequence[float]) -> RunResult:
+    result = RunResult({request.request_id: arrival for request, arrival in zip(load, arrivals, strict=True)})
+    pending, resolving = list(zip(load, arrivals, strict=True)), []
     start = time.perf_counter()
-    while to_come or resolving or engine.has_work:
-        while to_come and to_come[0][1] <= time.perf_counter() - start:
-            wanted, _ = to_come.pop(0)
-            resolving.append((wanted, engine.resolve([AdapterRef("local", name_of(wanted.adapter))])))
-        for wanted, found in [each for each in resolving if each[1].done()]:
-            resolving.remove((wanted, found))
+    while pending or resolving or engine.has_work:
+        while pending and pending[0][1] <= time.perf_counter() - start:
+            request, _ = pending.pop(0)
+            resolving.append((request, engine.resolve([AdapterRef("local", name_of(request.adapter))])))
+        for request, found in [each for each in resolving if each[1].done()]:
+            resolving.remove((request, found))
             identity = found.result().identity
-            stop = StopParams(max_new_tokens=wanted.num_tokens)
-            request = Request(wanted.request_id, wanted.prompt, SamplingParams(), stop, identity, tenant=identity)
-            engine.add(request)
+            stop = StopParams(max_new_tokens=request.num_tokens)
+            engine_request = Request(
+                request.request_id, request.prompt, SamplingParams(), stop, identity, tenant=identity
+            )
+            engine.add(engine_request)
         if not engine.is_busy:
             engine.wake.wait(0.001)
         engine.wake.clear()
         outputs = engine.step()
         now = time.perf_counter() - start
         for output in outputs:
-            served.shown[output.request_id].append((now, output.tokens[0].token_id))
-    return served
+            result.outputs[output.request_id].append((now, output.tokens[0].token_id))
+    return result
 
 
 # --- The peer ---------------------------------------------------------------------------------------------------------
 
 
-class Watch:
+class TokenTimer:
     """A stopping criterion of `generate` that records the time of each token."""
 
     def __init__(self, start: float) -> None:
@@ -226,38 +228,38 @@ class Watch:
 
 
 @torch.inference_mode()
-def run_peer(model: Any, load: Sequence[Wanted], arrivals: Sequence[float], rows: int) -> Served:
-    served = Served({wanted.request_id: arrival for wanted, arrival in zip(load, arrivals, strict=True)})
-    to_come = list(zip(load, arrivals, strict=True))
+def run_peer(model: Any, load: Sequence[BenchRequest], arrivals: Sequence[float], rows: int) -> RunResult:
+    result = RunResult({request.request_id: arrival for request, arrival in zip(load, arrivals, strict=True)})
+    pending = list(zip(load, arrivals, strict=True))
     start = time.perf_counter()
-    while to_come:
-        time.sleep(max(0.0, to_come[0][1] - (time.perf_counter() - start)))
+    while pending:
+        time.sleep(max(0.0, pending[0][1] - (time.perf_counter() - start)))
         now = time.perf_counter() - start
-        batch = [wanted for wanted, arrival in to_come[:rows] if arrival <= now]
-        del to_come[: len(batch)]
-        generate(model, batch, served, start)
-    return served
+        batch = [request for request, arrival in pending[:rows] if arrival <= now]
+        del pending[: len(batch)]
+        generate(model, batch, result, start)
+    return result
 
 
-def generate(model: Any, batch: Sequence[Wanted], served: Served, start: float) -> None:
-    width = max(len(wanted.prompt) for wanted in batch)
-    ids = torch.tensor([[0] * (width - len(wanted.prompt)) + wanted.prompt for wanted in batch])
-    mask = torch.tensor([[0] * (width - len(wanted.prompt)) + [1] * len(wanted.prompt) for wanted in batch])
-    watch = Watch(start)
+def generate(model: Any, batch: Sequence[BenchRequest], result: RunResult, start: float) -> None:
+    width = max(len(request.prompt) for request in batch)
+    ids = torch.tensor([[0] * (width - len(request.prompt)) + request.prompt for request in batch])
+    mask = torch.tensor([[0] * (width - len(request.prompt)) + [1] * len(request.prompt) for request in batch])
+    timer = TokenTimer(start)
     output = model.generate(
         input_ids=ids,
         attention_mask=mask,
-        adapter_names=[name_of(wanted.adapter) for wanted in batch],
-        max_new_tokens=max(wanted.num_tokens for wanted in batch),
+        adapter_names=[name_of(request.adapter) for request in batch],
+        max_new_tokens=max(request.num_tokens for request in batch),
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,
-        stopping_criteria=[watch],
+        stopping_criteria=[timer],
     )
-    for row, wanted in enumerate(batch):
-        tokens = output[row, width : width + wanted.num_tokens].tolist()
-        for moment, token_id in zip(watch.times, tokens, strict=False):
-            served.shown[wanted.request_id].append((moment, token_id))
+    for row, request in enumerate(batch):
+        tokens = output[row, width : width + request.num_tokens].tolist()
+        for moment, token_id in zip(timer.times, tokens, strict=False):
+            result.outputs[request.request_id].append((moment, token_id))
 
 
 if __name__ == "__main__":

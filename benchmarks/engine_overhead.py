@@ -1,8 +1,9 @@
 """Measure the cost of a step without the model: schedule, build inputs, sample, update sequences, send outputs.
 
-Engine, scheduler, adapter table, worker, runner and channel are the real ones. The model does not compute: its hidden
-states are zeros, and the best of eight tokens is always the same. All sequences decode, each for one of 16 adapters or
-the base model. A vocabulary of usual size is measured separately, because sampling from it depends on kernels.
+The script uses the real engine, scheduler, adapter table, worker, runner and channel with a fake model, whose hidden
+states are zeros. The vocabulary has eight tokens, and the same token is always sampled. All sequences decode, each with
+one of 16 adapters or the base model. A vocabulary of normal size is measured separately, because its sampling time
+depends on kernels.
 """
 
 import itertools
@@ -40,7 +41,7 @@ LARGE_VOCAB = 49152
 GREEDY, DRAWN = SamplingParams(), SamplingParams(do_sample=True, temperature=0.8, top_p=0.9)
 
 
-class NoModel:
+class ZeroModel:
     """A paged model that computes nothing: its hidden states are zeros."""
 
     device = torch.device("cpu")
@@ -65,7 +66,7 @@ class NoModel:
         return self.logits[: len(hidden)], None
 
 
-class Ready:
+class ReadyPreparer:
     """A preparer whose adapters are empty and ready immediately."""
 
     def __init__(self) -> None:
@@ -85,7 +86,7 @@ class Ready:
     def close(self) -> None: ...
 
 
-class Reader:
+class MessageReader:
     """The API side of the channel. It reads all messages at the end."""
 
     def __init__(self) -> None:
@@ -109,7 +110,7 @@ def make_engine(num_rows: int, vocab_size: int) -> Engine:
     num_blocks = num_rows * LENGTH // BLOCK_SIZE
     memory = AdapterMemory({}, torch.float32, torch.device("cpu"), 64)
     runner = PagedRunner(
-        NoModel(vocab_size),  # type: ignore[arg-type]
+        ZeroModel(vocab_size),  # type: ignore[arg-type]
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
         num_rows=num_rows,
@@ -120,14 +121,14 @@ def make_engine(num_rows: int, vocab_size: int) -> Engine:
         vocab_size, num_rows, LENGTH, num_blocks, BLOCK_SIZE, max_step_tokens=num_rows * PROMPT, num_adapter_units=64
     )
     config = EngineConfig(ModelConfig(Path("none")), max_num_seqs=num_rows)
-    return assemble(config, Worker(capabilities, runner, memory, Ready()))  # type: ignore[arg-type]
+    return assemble(config, Worker(capabilities, runner, memory, ReadyPreparer()))  # type: ignore[arg-type]
 
 
 def measure(
     num_rows: int, params: SamplingParams = GREEDY, answer: int = LENGTH - PROMPT, vocab_size: int = VOCAB
 ) -> float:
     """Return milliseconds per step. A finished sequence is replaced by a new one."""
-    engine, reader = make_engine(num_rows, vocab_size), Reader()
+    engine, reader = make_engine(num_rows, vocab_size), MessageReader()
     for i in range(NUM_ADAPTERS):
         engine._table.register(AdapterSpec(str(i), str(i), (), 1))
     ids = itertools.count()

@@ -1,9 +1,9 @@
 """Measure decode steps of Gemma-2-9B and Phi-4 shapes on one GPU through `LLM`, against transformers in the same run.
 
-Models and adapters are random bfloat16 files. Both sides decode 16 sequences after prompts of 128 tokens. Our steps
-are timed as in `gpu_decode.py`, with scheduler, sampling and text. A step of transformers is one forward with its
-cache and an argmax; its faster attention counts. It has no adapters in either comparison. Tokens are compared with
-transformers and PEFT in float32.
+Models and adapters are random bfloat16 files. Both sides decode 16 sequences after prompts of 128 tokens. Our steps are
+timed as in `gpu_decode.py`, with scheduler, sampling and text. A step in transformers is one forward with its cache and
+an argmax, with its faster attention implementation. transformers runs without adapters in both comparisons. Tokens are
+compared with transformers and PEFT in float32.
 """
 
 import argparse
@@ -45,7 +45,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def list_shapes(config: Any) -> Shapes:
-    """Return parameter shapes by name, without a tied head."""
+    """Return a map from parameter name to shape, without a tied head."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -59,17 +59,17 @@ def list_shapes(config: Any) -> Shapes:
 def make_tensors(config: Any, shapes: Shapes) -> Iterator[tuple[str, Stored]]:
     """Draw matrices around 0 and norm weights around 1 (Gemma stores norm weights minus 1).
 
-    The last norm of a model with a tied head is around 0. Otherwise each token would be followed by itself, with any
-    adapter.
+    The last norm of a model with a tied head is around 0. Otherwise, the model would repeat each token, regardless of
+    the adapter.
     """
     pool, choice = Pool(max(torch.Size(shape).numel() for shape in shapes.values())), random.Random(0)
     for name, shape in shapes.items():
         if name == "model.norm.weight" and config.tie_word_embeddings:
-            yield name, Stored.of(torch.randn(shape, generator=torch.Generator().manual_seed(0)) - 1)
+            yield name, Stored.from_tensor(torch.randn(shape, generator=torch.Generator().manual_seed(0)) - 1)
         elif len(shape) > 1 or config.model_type.startswith("gemma"):
             yield name, pool.take(choice, shape)
         else:
-            yield name, Stored.of(torch.ones(shape))
+            yield name, Stored.from_tensor(torch.ones(shape))
 
 
 def make_files(folder: Path, config: Any) -> None:
@@ -86,9 +86,9 @@ def measure_ours(
     """Return the step time of each case, and completions to check."""
     from harness.reference import Sample
 
-    begin = time.monotonic()
+    start_time = time.monotonic()
     with LLM(folder / "model", folder / "adapters", max_num_seqs=ROWS, max_length=MAX_LENGTH, **settings) as llm:
-        print(f"engine started in {time.monotonic() - begin:.1f} s", flush=True)
+        print(f"engine started in {time.monotonic() - start_time:.1f} s", flush=True)
         bench, found = Bench(llm, StepClock(llm), config, folder), []
         for case in CASES:
             bench.load(case.adapters)
@@ -102,7 +102,7 @@ def measure_ours(
 
 @torch.inference_mode()
 def measure_peer(model: Any, steps: int) -> tuple[float, str]:
-    """Return the step time of transformers, and its fastest attention."""
+    """Return transformers' step time, and the name of its fastest attention implementation."""
     found = {}
     for attention in list_attentions(model.config):
         model.set_attn_implementation(attention)
@@ -119,12 +119,12 @@ def time_steps(model: Any, steps: int) -> list[float]:
     ids = torch.randint(256, model.config.vocab_size, (ROWS, PROMPT), device=model.device)
     cache, times = DynamicCache(config=model.config), []
     for step in range(1 + WARM_UP + steps):  # the first reads the prompts
-        begin = time.perf_counter()
+        start_time = time.perf_counter()
         logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         ids = logits[:, -1].argmax(dim=-1, keepdim=True)
         ids.cpu()  # wait for the step
         if step > WARM_UP:
-            times.append(time.perf_counter() - begin)
+            times.append(time.perf_counter() - start_time)
     return times
 
 

@@ -1,9 +1,10 @@
-"""Measure prefill of Llama-3.1-8B on one GPU through `LLM`, and how much prompts delay sequences that decode.
+"""Measure prefill of Llama-3.1-8B on one GPU through `LLM`, and how much prompts delay decoding sequences.
 
-64 prompts of 1,024 random tokens arrive together and get one token each; no two prompts share a prefix. Then 64 such
-prompts arrive while 32 sequences decode; the gaps between two tokens of these sequences are measured until the last
-prompt has its token. `--step-tokens` compares token budgets per step. The peer is vLLM 0.26, as shipped and tuned,
-measured earlier on the same kind of GPU (H200). Matrix products alone would allow 46,000 tokens per second.
+64 prompts of 1,024 random tokens arrive together and generate one token each; no two prompts share a prefix. Then 64
+such prompts arrive while 32 sequences decode. The time between tokens of these sequences is measured until the last
+prompt has generated its token. `--step-tokens` compares token budgets per step. The peer is vLLM 0.26, with default
+settings and tuned, measured earlier on the same kind of GPU (H200). Matrix products alone would allow 46,000 tokens per
+second.
 """
 
 import statistics
@@ -20,7 +21,7 @@ from lorax_server.types import Output
 PROMPTS, LENGTH, RUNS = 64, 1024, 3
 TINY_LENGTH, TINY_RUNS = 64, 1
 MAX_LENGTH = 2048
-DECODERS, DECODER_PROMPT, DECODER_TOKENS, ALONE = 32, 128, 300, 20
+DECODING_SEQUENCES, DECODING_PROMPT_TOKENS, DECODING_TOKENS, STEPS_BEFORE_PREFILL = 32, 128, 300, 20
 FIRST_ID = 10**9  # of requests that the LLM does not know
 
 
@@ -30,13 +31,13 @@ class PrefillCase(NamedTuple):
     name: str
     adapters: tuple[Adapter, ...]
     goal: float
-    shipped: float
-    best: float | None = None
+    default_result: float
+    tuned_result: float | None = None
 
     @property
     def peer(self) -> str:
-        best = "" if self.best is None else f", {self.best:.0f} at its best"
-        return f"vLLM {self.shipped:.0f}{best}"
+        tuned_result = "" if self.tuned_result is None else f", {self.tuned_result:.0f} at its best"
+        return f"vLLM {self.default_result:.0f}{tuned_result}"
 
 
 CASES = (
@@ -46,18 +47,18 @@ CASES = (
 )
 
 
-class Gaps:
+class TokenLatencies:
     """Times between tokens of decoding sequences, before and while prompts arrive."""
 
     def __init__(self, bench: Bench, prompts: list[list[int]]) -> None:
-        self.found: list[float] = []
-        self.alone: list[float] = []  # before the prompts arrive
+        self.during_prefill: list[float] = []
+        self.before_prefill: list[float] = []
         self.seconds = 0.0  # until the last prompt has its token
         self._bench, self._prompts = bench, prompts
         self._last: dict[int, float] = {}
         self._full, self._num_left, self._arrived_at = 0, len(prompts), 0.0
 
-    def watch(self, mark: Mark, outputs: list[Output]) -> None:
+    def record_step(self, mark: Mark, outputs: list[Output]) -> None:
         is_active = self._arrived_at > 0 and self._num_left > 0
         for output in outputs:
             if output.failure is not None:
@@ -66,13 +67,13 @@ class Gaps:
                 self._num_left -= 1
             else:
                 if output.request_id in self._last and (is_active or not self._arrived_at):
-                    gaps = self.found if is_active else self.alone
-                    gaps.append(mark.at - self._last[output.request_id])
+                    latencies = self.during_prefill if is_active else self.before_prefill
+                    latencies.append(mark.at - self._last[output.request_id])
                 self._last[output.request_id] = mark.at
         if is_active and not self._num_left:
             self.seconds = mark.at - self._arrived_at
-        self._full += mark.num_tokens == DECODERS
-        if self._full == ALONE and not self._arrived_at:
+        self._full += mark.num_tokens == DECODING_SEQUENCES
+        if self._full == STEPS_BEFORE_PREFILL and not self._arrived_at:
             self._bench.add_to_engine(FIRST_ID, self._prompts, 1)
             self._arrived_at = time.perf_counter()
 
@@ -81,18 +82,18 @@ def measure(bench: Bench, case: PrefillCase, length: int, seed: int) -> float:
     """Return the input tokens per second of one run."""
     names = [case.adapters[i * len(case.adapters) // PROMPTS].name if case.adapters else None for i in range(PROMPTS)]
     prompts = bench.draw_prompts(PROMPTS, length, seed)
-    begin = time.perf_counter()
+    start_time = time.perf_counter()
     bench.generate(prompts, 1, names)
-    return PROMPTS * length / (time.perf_counter() - begin)
+    return PROMPTS * length / (time.perf_counter() - start_time)
 
 
-def measure_gaps(bench: Bench, length: int, seed: int) -> Gaps:
-    gaps = Gaps(bench, bench.draw_prompts(PROMPTS, length, seed))
-    decoders = bench.draw_prompts(DECODERS, min(DECODER_PROMPT, length), seed + 1)
-    with bench.clock.observed(gaps.watch):
-        bench.generate(decoders, DECODER_TOKENS, [None] * DECODERS)
-    assert gaps.seconds, "the decoding sequences finished before the prompts"
-    return gaps
+def measure_token_latencies(bench: Bench, length: int, seed: int) -> TokenLatencies:
+    latencies = TokenLatencies(bench, bench.draw_prompts(PROMPTS, length, seed))
+    decoders = bench.draw_prompts(DECODING_SEQUENCES, min(DECODING_PROMPT_TOKENS, length), seed + 1)
+    with bench.clock.observed(latencies.record_step):
+        bench.generate(decoders, DECODING_TOKENS, [None] * DECODING_SEQUENCES)
+    assert latencies.seconds, "the decoding sequences finished before the prompts"
+    return latencies
 
 
 def set_step_tokens(bench: Bench, step_tokens: int) -> None:
@@ -110,26 +111,30 @@ def measure_budget(bench: Bench, budget: int, length: int, num_runs: int) -> lis
         print(f"{budget:6} tokens a step, {case.name:12} {value:8.0f} tokens/s  ({each})", flush=True)
         goal = None if bench.shape is TINY else case.goal
         records.append(Record(f"prompts, {case.name}, {budget} a step", value, "tokens/s", case.peer, goal))
-    gaps = measure_gaps(bench, length, seed=1000 * budget + 500)
-    alone = statistics.median(gaps.alone) * 1e3
+    latencies = measure_token_latencies(bench, length, seed=1000 * budget + 500)
+    before_prefill = statistics.median(latencies.before_prefill) * 1e3
     for name, value in (("P50", 0.5), ("P99", 0.99), ("longest", 1.0)):
-        ms = percentile(gaps.found, value) * 1e3
-        records.append(Record(f"{name} gap while prompts arrive, {budget} a step", ms, "ms", f"{alone:.1f} before"))
+        ms = percentile(latencies.during_prefill, value) * 1e3
+        records.append(
+            Record(
+                f"{name} time between tokens during prefill, {budget} a step", ms, "ms", f"{before_prefill:.1f} before"
+            )
+        )
     return records
 
 
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument(
-        "--step-tokens", type=int, nargs="+", metavar="N", help="token budgets (default: that of the engine)"
+        "--step-tokens", type=int, nargs="+", metavar="N", help="token budgets (default: the engine's budget)"
     )
     parser.add_argument("--runs", type=int, help=f"runs per case (default: {RUNS})")
     args = parser.parse_args()
     length = TINY_LENGTH if args.tiny else LENGTH
     adapters = list(CASES[-1].adapters)
-    most = None if args.step_tokens is None else max(args.step_tokens)
+    max_budget = None if args.step_tokens is None else max(args.step_tokens)
     records = []
-    with open_bench(args, adapters, max_length=MAX_LENGTH, max_step_tokens=most) as bench:
+    with open_bench(args, adapters, max_length=MAX_LENGTH, max_step_tokens=max_budget) as bench:
         print(f"{len(adapters)} adapters loaded in {bench.load(adapters):.1f} s")
         for budget in args.step_tokens or [bench.llm._engine.capabilities.max_step_tokens]:
             set_step_tokens(bench, budget)

@@ -2,14 +2,14 @@
 
 64 requests are in flight at any time, each for one of 8 adapters, with completions of 32 to 96 tokens. With `--equal`
 all completions have 64 tokens, so that requests start and finish together. The engine without a server runs in a
-separate process, as always, and receives token ids. The load generator (`harness/http_client.py`) is another
-process and reads every token as an event. Each engine computes on one core and is idle while the other is measured.
-Both sides take turns.
+separate process and receives token IDs. The load generator (`harness/http_client.py`) is another process and reads
+every token as an event. Each engine runs on one core and is idle while the other engine is measured. The two systems
+are measured alternately.
 
-Then 1,000 streams are opened at the same time; most of them wait for a slot.
+Then 1,000 streams are opened at the same time; most of these streams wait for a slot.
 
-`--size 135m` measures how much slower a model with 135 million parameters decodes behind the server than in `LLM`: one
-and eight sequences, streams and whole responses, with torch's default number of threads.
+`--size 135m` measures how much slower a model with 135 million parameters decodes behind the server than in `LLM`, for
+one and eight sequences, with streams and complete responses, with torch's default number of threads.
 """
 
 import asyncio
@@ -50,26 +50,26 @@ SMALL = {
 }
 ROWS, CACHE_BYTES = 64, 2**28
 PROMPT, LONG_PROMPT = 32, 90  # tokens; each is a character
-MAX_ADDED = 0.15  # share of the engine's own time
-MAX_LOST = 0.08  # share of the tokens per second of `LLM`
+MAX_ADDED_TIME_RATIO = 0.15  # share of the engine's own time
+MAX_THROUGHPUT_LOSS = 0.08  # share of the tokens per second of `LLM`
 IDLE, STEPS = "lorax_engine_idle_seconds_total", "lorax_engine_steps_total"
 US = "us per token"
 
 
 @dataclass(frozen=True)
-class Amounts:
-    """Size of the load."""
+class LoadSize:
+    """Numbers of runs, requests and streams, and completion lengths."""
 
     pairs: int = 3
     requests: int = 256
-    at_once: int = 64
+    max_concurrency: int = 64
     answer: int = 64  # mean tokens
     spread: float = 0.5  # relative deviation of `answer`
     streams: int = 1000
     stream_answer: int = 16
 
 
-QUICK = Amounts(pairs=1, requests=24, at_once=8, answer=8, streams=48, stream_answer=4)
+QUICK = LoadSize(pairs=1, requests=24, max_concurrency=8, answer=8, streams=48, stream_answer=4)
 
 
 @dataclass(frozen=True)
@@ -95,29 +95,29 @@ def main() -> None:
     parser.add_argument("--equal", action="store_true", help="completions of equal length")
     parser.add_argument("--quick", action="store_true", help="smallest load, only to see that it runs")
     args = parser.parse_args()
-    amounts = QUICK if args.quick else Amounts()
-    amounts = replace(amounts, pairs=args.pairs or amounts.pairs, spread=0.0 if args.equal else amounts.spread)
+    load_size = QUICK if args.quick else LoadSize()
+    load_size = replace(load_size, pairs=args.pairs or load_size.pairs, spread=0.0 if args.equal else load_size.spread)
     transformers_logging.disable_progress_bar()
     if args.size == "135m":
-        report(measure_shares(args.quick, args.pairs or 7), args.json)
+        report(measure_throughput(args.quick, args.pairs or 7), args.json)
         return
     os.environ["OMP_NUM_THREADS"] = "1"  # for child processes
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_files(folder, SMALL)
         with serving(folder / "log", make_flags(folder, ROWS)) as server:
-            bare, http = asyncio.run(measure_pairs(folder, server, amounts))
-            many = measure_many(server, amounts)
-    report([*compare(bare, http, amounts), *many], args.json)
+            engine_runs, http_runs = asyncio.run(measure_pairs(folder, server, load_size))
+            many = measure_many_streams(server, load_size)
+    report([*compare(engine_runs, http_runs, load_size), *many], args.json)
 
 
 def make_flags(folder: Path, rows: int) -> dict[str, object]:
     return {**local_flags(folder), "device": "cpu", "max-num-seqs": rows, "cache-bytes": CACHE_BYTES}
 
 
-async def measure_pairs(folder: Path, server: Server, amounts: Amounts) -> tuple[list[Run], list[Run]]:
+async def measure_pairs(folder: Path, server: Server, load_size: LoadSize) -> tuple[list[Run], list[Run]]:
     """Measure the engine and the server in turn. The first pair is a warm-up."""
-    bare, http = [], []
+    engine_runs, http_runs = [], []
     sources = SourceConfig((folder / "adapters",))
     config = EngineConfig(ModelConfig(folder / "model"), max_num_seqs=ROWS, cache_bytes=CACHE_BYTES, sources=sources)
     client = make_client(config)
@@ -125,49 +125,53 @@ async def measure_pairs(folder: Path, server: Server, amounts: Amounts) -> tuple
     try:
         identities = {name: (await client.resolve([AdapterRef("local", name)])).identity for name in ADAPTERS}
         tokenizer = Tokenizer.from_file(str(folder / "model" / "tokenizer.json"))
-        for number in range(amounts.pairs + 1):
-            load = make_load(number, amounts.requests if number else amounts.at_once, amounts.answer, amounts.spread)
-            requests = [to_request(client, wanted, identities, tokenizer) for wanted in load]
-            bare.append(await run_bare(client, requests, amounts.at_once))
-            http.append(await asyncio.to_thread(run_served, server, load, amounts.at_once))
-            print(f"engine {bare[-1].seconds:.2f} s, over HTTP {http[-1].seconds:.2f} s", flush=True)
+        for number in range(load_size.pairs + 1):
+            load = make_load(
+                number, load_size.requests if number else load_size.max_concurrency, load_size.answer, load_size.spread
+            )
+            requests = [to_request(client, request, identities, tokenizer) for request in load]
+            engine_runs.append(await run_engine(client, requests, load_size.max_concurrency))
+            http_runs.append(await asyncio.to_thread(run_served, server, load, load_size.max_concurrency))
+            print(f"engine {engine_runs[-1].seconds:.2f} s, over HTTP {http_runs[-1].seconds:.2f} s", flush=True)
     finally:
         await client.close()
-    return bare[1:], http[1:]
+    return engine_runs[1:], http_runs[1:]
 
 
-def compare(bare: Sequence[Run], http: Sequence[Run], amounts: Amounts) -> list[Record]:
-    def median(runs: Sequence[Run], of: Callable[[Run], float]) -> float:
-        return statistics.median(of(run) for run in runs)
+def compare(engine_runs: Sequence[Run], http_runs: Sequence[Run], load_size: LoadSize) -> list[Record]:
+    def median(runs: Sequence[Run], select: Callable[[Run], float]) -> float:
+        return statistics.median(select(run) for run in runs)
 
-    def both(name: str, unit: str, of: Callable[[Run], float]) -> list[Record]:
-        sides = (("the engine alone", bare), ("over HTTP", http))
-        return [Record(f"{name}, {side}", median(runs, of), unit) for side, runs in sides]
+    def make_record_pair(name: str, unit: str, select: Callable[[Run], float]) -> list[Record]:
+        sides = (("the engine alone", engine_runs), ("over HTTP", http_runs))
+        return [Record(f"{name}, {side}", median(runs, select), unit) for side, runs in sides]
 
-    added = statistics.median(ours.seconds / alone.seconds - 1 for alone, ours in zip(bare, http, strict=True))
+    added = statistics.median(
+        ours.seconds / alone.seconds - 1 for alone, ours in zip(engine_runs, http_runs, strict=True)
+    )
     return [
-        Record("added by the API process", added, "of 1", "the engine alone", MAX_ADDED, at_most=True),
-        Record("requests over HTTP", amounts.requests / median(http, lambda run: run.seconds), "1/s"),
-        *both("tokens", "1/s", lambda run: run.per_second),
-        *both("time", "s", lambda run: run.seconds),
-        *both("idle share of the engine", "of 1", lambda run: run.idle_s / run.seconds),
-        *both("steps", "", lambda run: run.steps),
-        *both("time per step", "ms", lambda run: run.seconds / run.steps * 1e3),
-        Record("CPU of the API process", median(http, lambda run: run.api_cpu_s / run.tokens * 1e6), US),
-        Record("CPU of the load generator", median(http, lambda run: run.client_cpu_s / run.tokens * 1e6), US),
+        Record("added by the API process", added, "of 1", "the engine alone", MAX_ADDED_TIME_RATIO, at_most=True),
+        Record("requests over HTTP", load_size.requests / median(http_runs, lambda run: run.seconds), "1/s"),
+        *make_record_pair("tokens", "1/s", lambda run: run.per_second),
+        *make_record_pair("time", "s", lambda run: run.seconds),
+        *make_record_pair("engine idle time", "of 1", lambda run: run.idle_s / run.seconds),
+        *make_record_pair("steps", "", lambda run: run.steps),
+        *make_record_pair("time per step", "ms", lambda run: run.seconds / run.steps * 1e3),
+        Record("CPU of the API process", median(http_runs, lambda run: run.api_cpu_s / run.tokens * 1e6), US),
+        Record("CPU of the load generator", median(http_runs, lambda run: run.client_cpu_s / run.tokens * 1e6), US),
     ]
 
 
-def measure_many(server: Server, amounts: Amounts) -> list[Record]:
+def measure_many_streams(server: Server, load_size: LoadSize) -> list[Record]:
     """Open many streams at the same time."""
-    load = make_load(-1, amounts.streams, amounts.stream_answer, amounts.spread)
-    (result,) = server.send(load, amounts.streams)
+    load = make_load(-1, load_size.streams, load_size.stream_answer, load_size.spread)
+    (result,) = server.send(load, load_size.streams)
     pairs = list(zip(result["samples"], load, strict=True))
     for error in sorted({sample["error"] for sample, _ in pairs if sample["error"]})[:3]:
         print(f"a stream failed: {error[:500]!r}")
-    complete = sum(not sample["error"] and sample["tokens"] == wanted.answer for sample, wanted in pairs)
+    complete = sum(not sample["error"] and sample["tokens"] == request.answer for sample, request in pairs)
     return [
-        Record("streams open at the same time", result["most_open"], "", goal=len(load)),
+        Record("streams open at the same time", result["max_open"], "", goal=len(load)),
         Record("complete streams", complete, "", goal=len(load)),
         Record("time for all streams", result["seconds"], "s"),
     ]
@@ -176,10 +180,10 @@ def measure_many(server: Server, amounts: Amounts) -> list[Record]:
 # --- Throughput of the server relative to `LLM` -----------------------------------------------------------------------
 
 
-def measure_shares(quick: bool, num_pairs: int) -> list[Record]:
+def measure_throughput(quick: bool, num_pairs: int) -> list[Record]:
     """Send the same requests to `LLM` in this process and over HTTP, in turn. The first pair is a warm-up."""
     pairs, answer = (1, 4) if quick else (num_pairs, 48)
-    cases = [(at_once, path) for at_once in (1, 8) for path in (STREAM, WHOLE)]
+    cases = [(max_concurrency, path) for max_concurrency in (1, 8) for path in (STREAM, WHOLE)]
     runs: dict[tuple[int, str], list[tuple[float, Run]]] = {case: [] for case in cases}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -188,38 +192,43 @@ def measure_shares(quick: bool, num_pairs: int) -> list[Record]:
         with serving(folder / "log", make_flags(folder, 8)) as server, LLM(folder / "model", **settings) as llm:
             seeds = iter(range(10**6))
             for number in range(pairs + 1):
-                for at_once, path in cases:
-                    alone = run_llm(llm, plain_load(next(seeds), at_once, answer), at_once)
-                    served = run_served(server, plain_load(next(seeds), at_once, answer), at_once, path)
+                for max_concurrency, path in cases:
+                    alone = run_llm(llm, make_base_model_load(next(seeds), max_concurrency, answer), max_concurrency)
+                    served = run_served(
+                        server, make_base_model_load(next(seeds), max_concurrency, answer), max_concurrency, path
+                    )
                     if number:
-                        runs[at_once, path].append((alone, served))
-                    print(f"{at_once} at once, {path}: {alone:.1f} and {served.per_second:.1f} tokens/s", flush=True)
-    return [record for case in cases for record in share_records(*case, runs[case])]
+                        runs[max_concurrency, path].append((alone, served))
+                    print(
+                        f"{max_concurrency} concurrent, {path}: {alone:.1f} and {served.per_second:.1f} tokens/s",
+                        flush=True,
+                    )
+    return [record for case in cases for record in make_throughput_records(*case, runs[case])]
 
 
-def plain_load(seed: int, at_once: int, answer: int) -> list[LoadRequest]:
+def make_base_model_load(seed: int, max_concurrency: int, answer: int) -> list[LoadRequest]:
     """Return at least two requests for the base model."""
-    chance = random.Random(-1 - seed)
-    prompts = ["".join(chance.choices(LETTERS, k=LONG_PROMPT)) for _ in range(max(2, at_once))]
+    rng = random.Random(-1 - seed)
+    prompts = ["".join(rng.choices(LETTERS, k=LONG_PROMPT)) for _ in range(max(2, max_concurrency))]
     return [LoadRequest(prompt, None, answer) for prompt in prompts]
 
 
-def run_llm(llm: LLM, load: Sequence[LoadRequest], at_once: int) -> float:
+def run_llm(llm: LLM, load: Sequence[LoadRequest], max_concurrency: int) -> float:
     """Return tokens per second."""
     start = time.perf_counter()
-    for first in range(0, len(load), at_once):
-        some = load[first : first + at_once]
-        stop = StopParams(max_new_tokens=some[0].answer, ignore_eos=True)
-        llm.generate([wanted.prompt for wanted in some], stop=stop)
-    return sum(wanted.answer for wanted in load) / (time.perf_counter() - start)
+    for first in range(0, len(load), max_concurrency):
+        chunk = load[first : first + max_concurrency]
+        stop = StopParams(max_new_tokens=chunk[0].answer, ignore_eos=True)
+        llm.generate([request.prompt for request in chunk], stop=stop)
+    return sum(request.answer for request in load) / (time.perf_counter() - start)
 
 
-def share_records(at_once: int, path: str, runs: Sequence[tuple[float, Run]]) -> list[Record]:
-    what = f"{at_once} at once, {'streams' if path == STREAM else 'whole responses'}"
+def make_throughput_records(max_concurrency: int, path: str, runs: Sequence[tuple[float, Run]]) -> list[Record]:
+    what = f"{max_concurrency} concurrent {'streams' if path == STREAM else 'complete responses'}"
     lost = statistics.median(1 - served.per_second / alone for alone, served in runs)
     cpu_us = statistics.median(run.api_cpu_s / run.tokens * 1e6 for _, run in runs)
     return [
-        Record(f"lost to the server, {what}", lost, "of 1", "LLM", MAX_LOST, at_most=True),
+        Record(f"lost to the server, {what}", lost, "of 1", "LLM", MAX_THROUGHPUT_LOSS, at_most=True),
         Record(f"tokens, {what}, LLM", statistics.median(alone for alone, _ in runs), "1/s"),
         Record(f"tokens, {what}, over HTTP", statistics.median(served.per_second for _, served in runs), "1/s"),
         Record(f"CPU of the API process, {what}", cpu_us, US),
@@ -246,32 +255,32 @@ def make_files(folder: Path, shape: dict[str, Any]) -> None:
     others = sorted(set(range(config.vocab_size)) - set(letters))
     model.lm_head.weight.data[others] = 0.0  # never the best token, so that completions are text
     model.save_pretrained(folder / "model")
-    chance = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     for name in ADAPTERS:
-        write_adapter(folder / "adapters" / name, chance, RANK, config.hidden_size, config.num_hidden_layers, MODULES)
+        write_adapter(folder / "adapters" / name, rng, RANK, config.hidden_size, config.num_hidden_layers, MODULES)
 
 
 def make_load(seed: int, count: int, answer: int, spread: float) -> list[LoadRequest]:
     """Return the requests of one run. The seed determines the prompts."""
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     return [
         LoadRequest(
-            "".join(chance.choices(LETTERS, k=PROMPT)),
-            ADAPTERS[chance.randrange(len(ADAPTERS))],
-            round(answer * chance.uniform(1 - spread, 1 + spread)),
+            "".join(rng.choices(LETTERS, k=PROMPT)),
+            ADAPTERS[rng.randrange(len(ADAPTERS))],
+            round(answer * rng.uniform(1 - spread, 1 + spread)),
         )
         for _ in range(count)
     ]
 
 
-def to_request(client: RemoteEngine, wanted: LoadRequest, identities: dict[str, str], tokenizer: Tokenizer) -> Request:
-    identity = identities[wanted.adapter or ""]
-    stop = StopParams(max_new_tokens=wanted.answer, ignore_eos=True)
-    ids = tokenizer.encode(wanted.prompt).ids
+def to_request(client: RemoteEngine, request: LoadRequest, identities: dict[str, str], tokenizer: Tokenizer) -> Request:
+    identity = identities[request.adapter or ""]
+    stop = StopParams(max_new_tokens=request.answer, ignore_eos=True)
+    ids = tokenizer.encode(request.prompt).ids
     return Request(client.new_id(), ids, SamplingParams(), stop, identity, tenant=identity)
 
 
-async def run_bare(client: RemoteEngine, requests: Sequence[Request], at_once: int) -> Run:
+async def run_engine(client: RemoteEngine, requests: Sequence[Request], max_concurrency: int) -> Run:
     """Send requests to the engine without a server."""
     left: Iterator[Request] = iter(requests)
 
@@ -284,16 +293,16 @@ async def run_bare(client: RemoteEngine, requests: Sequence[Request], at_once: i
 
     before = await client.status()
     start = time.perf_counter()
-    await asyncio.gather(*[work() for _ in range(at_once)])
+    await asyncio.gather(*[work() for _ in range(max_concurrency)])
     seconds = time.perf_counter() - start
     after = await client.status()
     tokens = sum(request.stop.max_new_tokens for request in requests)
     return Run(seconds, tokens, after.idle_s - before.idle_s, after.steps - before.steps)
 
 
-def run_served(server: Server, load: Sequence[LoadRequest], at_once: int, path: str = STREAM) -> Run:
+def run_served(server: Server, load: Sequence[LoadRequest], max_concurrency: int, path: str = STREAM) -> Run:
     since, before, cpu_s = time.perf_counter(), server.metrics(), server.api_cpu_s()
-    (result,) = server.send(load, at_once, path)
+    (result,) = server.send(load, max_concurrency, path)
     passed_s, after, cpu_s = time.perf_counter() - since, server.metrics(), server.api_cpu_s() - cpu_s
     check_complete(load, [result])
     seconds, tokens = result["seconds"], sum(sample["tokens"] for sample in result["samples"])

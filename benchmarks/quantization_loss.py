@@ -6,6 +6,7 @@ model with unquantized weights in float32.
 
 import math
 import tempfile
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -24,7 +25,11 @@ CHUNK_TOKENS = 512
 
 def dequantize(path: Path, folder: Path) -> Path:
     """Save a GGUF model as float32 safetensors, with its tokenizer."""
-    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    quantized = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    config = deepcopy(quantized.config)
+    del config.quantization_config
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # transformers cannot save `quantized`
+    model.load_state_dict(quantized.state_dict())
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(folder)
     return folder
@@ -34,7 +39,7 @@ def measure(folder: Path, text: str, num_chunks: int, quantize: str | None) -> f
     """Return the perplexity of the text."""
     ids = load_tokenizer(folder).encode(text)[: num_chunks * CHUNK_TOKENS]
     chunks = [ids[start : start + CHUNK_TOKENS] for start in range(0, len(ids), CHUNK_TOKENS)]
-    with LLM(folder, device="cpu", dtype="float32", quantize=quantize, max_rows=4, cache_bytes=2**28) as llm:
+    with LLM(folder, device="cpu", dtype="float32", quantize=quantize, max_num_seqs=4, cache_bytes=2**28) as llm:
         stop = StopParams(max_new_tokens=1)
         completions = llm.generate(chunks, stop=stop, prompt_logprobs=True, progress=False)
     logprobs = [each for completion in completions for each in completion.prompt_logprobs or ()]

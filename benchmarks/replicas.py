@@ -1,8 +1,9 @@
 """Measure the replica router on Ray Serve: our router against Ray's default and random choice.
 
-Three replicas of the bundled model run on this machine, with 200 adapters of rank 64 in a folder and device memory
-for 80 of them per replica. Clients request short completions for adapters drawn by Zipf's law. Each router gets new
-replicas and the same requests. `tests/scale/test_placement.py` simulates the same router with 100 replicas.
+Three replicas of the bundled model run on this machine, with 200 adapters of rank 64 in a folder and device memory for
+80 of them per replica. Clients request short completions for adapters drawn from a Zipf distribution. Each router
+starts with new replicas and the same requests. `tests/scale/test_placement.py` simulates the same router with 100
+replicas.
 """
 
 import http.client
@@ -43,8 +44,8 @@ class RandomRouter(RequestRouter):
 
 
 @dataclass(frozen=True)
-class Amounts:
-    """Size of the load."""
+class LoadSize:
+    """Numbers of replicas, adapters, clients and requests."""
 
     replicas: int = 3
     adapters: int = 200
@@ -54,7 +55,7 @@ class Amounts:
     requests: int = 800
 
 
-QUICK = Amounts(2, 12, 5, 2, 0, 20)
+QUICK = LoadSize(2, 12, 5, 2, 0, 20)
 
 
 def main() -> None:
@@ -62,21 +63,21 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="smallest load, only to see that it runs")
     parser.add_argument("--routers", nargs="+", choices=ROUTERS, default=list(ROUTERS), help="(all)")
     args = parser.parse_args()
-    report(measure(QUICK if args.quick else Amounts(), args.routers), args.json)
+    report(measure(QUICK if args.quick else LoadSize(), args.routers), args.json)
 
 
-def measure(amounts: Amounts, routers: Sequence[str]) -> list[Record]:
+def measure(load_size: LoadSize, routers: Sequence[str]) -> list[Record]:
     records: list[Record] = []
     # Ray's sockets need a short path.
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        num_bytes = make_adapters(folder / "adapters", amounts.adapters)
+        num_bytes = make_adapters(folder / "adapters", load_size.adapters)
         flags: dict[str, str | int] = {"adapters_dir": str(folder / "adapters")}
-        flags |= {"adapter_bytes": int(1.02 * amounts.resident * num_bytes), "adapter_host_bytes": 4 * num_bytes}
+        flags |= {"adapter_bytes": int(1.02 * load_size.resident * num_bytes), "adapter_host_bytes": 4 * num_bytes}
         with running_ray(folder) as port:
             for router in routers:
-                with running_replicas(flags, amounts.replicas, router):
-                    records += measure_router(port, router, amounts)
+                with running_replicas(flags, load_size.replicas, router):
+                    records += measure_router(port, router, load_size)
     return records
 
 
@@ -141,15 +142,15 @@ def running_replicas(flags: dict[str, str | int], replicas: int, router: str) ->
         serve.delete("lorax")
 
 
-def measure_router(port: int, router: str, amounts: Amounts) -> list[Record]:
-    chance = random.Random(0)
-    names = [f"adapter-{index:03}" for index in range(amounts.adapters)]
+def measure_router(port: int, router: str, load_size: LoadSize) -> list[Record]:
+    rng = random.Random(0)
+    names = [f"adapter-{index:03}" for index in range(load_size.adapters)]
     weights = [1 / rank for rank in range(1, len(names) + 1)]
-    drawn = chance.choices(names, weights, k=amounts.warm_up + amounts.requests)
-    send_all(port, [*chance.sample(names, len(names)), *drawn[: amounts.warm_up]], amounts.clients)
-    begin, cpu_s = time.perf_counter(), count_cpu_s()
-    sent = send_all(port, drawn[amounts.warm_up :], amounts.clients)
-    seconds, cpu_s = time.perf_counter() - begin, count_cpu_s() - cpu_s
+    drawn = rng.choices(names, weights, k=load_size.warm_up + load_size.requests)
+    send_all(port, [*rng.sample(names, len(names)), *drawn[: load_size.warm_up]], load_size.clients)
+    start_time, cpu_s = time.perf_counter(), count_cpu_s()
+    sent = send_all(port, drawn[load_size.warm_up :], load_size.clients)
+    seconds, cpu_s = time.perf_counter() - start_time, count_cpu_s() - cpu_s
     times, name = [first_s for _, first_s in sent], ROUTERS[router]
     hits = sum(tier == "device" for tier, _ in sent) / len(sent)
     return [
@@ -167,7 +168,7 @@ def count_cpu_s() -> float:
 
 
 def send_all(port: int, names: Sequence[str], clients: int) -> list[tuple[str, float]]:
-    """Send a request for each name. Return the adapter tier and the seconds to the first token of each."""
+    """Send a request for each name. Return each request's adapter tier and seconds to the first token."""
     sent, numbers = list[tuple[str, float]](), itertools.count()
 
     def work() -> None:
@@ -188,12 +189,12 @@ def send_all(port: int, names: Sequence[str], clients: int) -> list[tuple[str, f
 def send(connection: http.client.HTTPConnection, name: str, number: int) -> tuple[str, float]:
     parameters = {"adapter_id": name, "adapter_source": "local", "max_new_tokens": 2}
     body = {"inputs": f"{number} kites, and", "parameters": parameters}
-    begin = time.perf_counter()
+    start_time = time.perf_counter()
     connection.request("POST", "/generate_stream", json.dumps(body), {"content-type": "application/json"})
     response = connection.getresponse()
     assert response.status == 200, response.read()
     response.read1()
-    seconds = time.perf_counter() - begin
+    seconds = time.perf_counter() - start_time
     tier = response.headers["x-adapter-tier"] or ""
     response.read()
     return tier, seconds

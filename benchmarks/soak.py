@@ -1,10 +1,10 @@
-"""Look for leaks: memory, file descriptors and threads that a server keeps after its requests.
+"""Find leaks: memory, file descriptors and threads that a server does not release after its requests.
 
 `lorax serve` runs a tiny model with six adapters; `--demo` runs the bundled model. Rounds of 400 requests arrive over
-sockets, 48 at a time: streams, whole responses and chats with random lengths, for the base model and for every
-adapter. Clients abort a quarter of the requests. A tenth is greedy and must equal the completion of the same request
-alone. After each round, the resources of each process and the free KV blocks are read. After the warm-up, no process
-may grow by more than 2 % in 20,000 requests.
+sockets, 48 at a time: streams, complete responses and chats with random lengths, for the base model and for every
+adapter. Clients abort a quarter of the requests. A tenth of the requests are greedy; their completions must equal those
+of the same requests sent alone. After each round, the resources of each process and the free KV blocks are read. After
+the warm-up, no process may grow by more than 2% in 20,000 requests.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ WORDS = ("the", "kite", "from", "harbour", "bought", "seven", "amber", "lanterns
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 HIDDEN, LAYERS, RANK = 64, 2, 8
 MAX_GROWTH = 0.02
-AT_ONCE, ROUND, PROBES = 48, 400, 28
+MAX_CONCURRENCY, ROUND, PROBES = 48, 400, 28
 CHECKED, CHATS, WHOLE, DROPPED = 0.1, 0.1, 0.2, 0.4  # shares of requests; the last one of streams
 QUIET_S, RESPONSE_S = 60, 120
 REST_S = 1.5  # until an idle engine has returned unused memory
@@ -84,23 +84,23 @@ def main() -> None:
     report(evaluate(rounds, blocks), args.json)
 
 
-async def soak(server: Server, warm_up: int, requests: int, a_round: int) -> list[Round]:
+async def soak(server: Server, warm_up: int, requests: int, requests_per_round: int) -> list[Round]:
     """Run all rounds. Return the rounds after the warm-up."""
-    chance, done = random.Random(0), 0
-    probes = await make_probes(server, chance)
+    rng, done = random.Random(0), 0
+    probes = await make_probes(server, rng)
     rounds: list[Round] = []
     while done < warm_up + requests:
-        load = [make_request(chance, probes) for _ in range(a_round)]
+        load = [make_request(rng, probes) for _ in range(requests_per_round)]
         problems = await send_all(server, load)
         done += len(load)
-        free_blocks = await wait_until_quiet(server)
+        free_blocks = await wait_until_idle(server)
         rounds.append(Round(done, server.usage(), free_blocks, problems))
         usage = ", ".join(f"{name} {each.rss / MIB:.1f} MiB" for name, each in sorted(rounds[-1].usage.items()))
         print(f"{done:6} requests, {len(problems)} wrong: {usage}", flush=True)
     return [each for each in rounds if each.requests >= warm_up]
 
 
-async def wait_until_quiet(server: Server) -> float:
+async def wait_until_idle(server: Server) -> float:
     """Wait until no request is in flight. Return the number of free KV blocks."""
     deadline = time.monotonic() + QUIET_S
     while any((found := server.metrics())[name] for name in QUIET) and time.monotonic() < deadline:
@@ -126,7 +126,7 @@ def evaluate(rounds: Sequence[Round], blocks: float) -> list[Record]:
 
 
 def evaluate_process(name: str, usage: Sequence[Usage]) -> list[Record]:
-    """Compare medians of several rounds, because memory at one moment varies."""
+    """Compare medians of several rounds, because memory use varies from moment to moment."""
     some = max(1, min(5, len(usage) // 4))
     before = statistics.median(each.rss for each in usage[:some])
     after = statistics.median(each.rss for each in usage[-some:])
@@ -158,33 +158,33 @@ def make_files(folder: Path) -> dict[str, object]:
         eos_token_id=tokenizer.eos_token_id,
     )
     LlamaForCausalLM(config).save_pretrained(folder / "model")
-    chance = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     for name in filter(None, NAMES):
-        write_adapter(folder / "adapters" / name, chance, RANK, HIDDEN, LAYERS, ("q_proj", "v_proj"))
+        write_adapter(folder / "adapters" / name, rng, RANK, HIDDEN, LAYERS, ("q_proj", "v_proj"))
     return {**local_flags(folder), "device": "cpu", "cache-bytes": 2**26, "adapter-bytes": 2**26}
 
 
 # --- Requests ---------------------------------------------------------------------------------------------------------
 
 
-def make_request(chance: random.Random, probes: Sequence[SoakRequest]) -> SoakRequest:
-    kind = chance.random()
+def make_request(rng: random.Random, probes: Sequence[SoakRequest]) -> SoakRequest:
+    kind = rng.random()
     if kind < CHECKED:
-        return chance.choice(probes)
-    adapter, prompt, count = chance.choice(NAMES), make_prompt(chance), chance.randint(1, 24)
+        return rng.choice(probes)
+    adapter, prompt, count = rng.choice(NAMES), make_prompt(rng), rng.randint(1, 24)
     if kind < CHECKED + CHATS:
         message = {"role": "user", "content": prompt}
         body = {"model": adapter or "", "messages": [message], "max_tokens": count}
         return SoakRequest("/v1/chat/completions", body)
-    sampling = {"do_sample": True, "temperature": 1.1, "seed": chance.randrange(2**31)} if chance.random() < 0.5 else {}
+    sampling = {"do_sample": True, "temperature": 1.1, "seed": rng.randrange(2**31)} if rng.random() < 0.5 else {}
     body = make_body(prompt, adapter, count, **sampling)
     if kind < CHECKED + CHATS + WHOLE:
         return SoakRequest("/generate", body)
-    return SoakRequest("/generate_stream", body, chance.randint(0, count) if chance.random() < DROPPED else None)
+    return SoakRequest("/generate_stream", body, rng.randint(0, count) if rng.random() < DROPPED else None)
 
 
-def make_prompt(chance: random.Random) -> str:
-    return " ".join(chance.choice(WORDS) + str(chance.randrange(100)) for _ in range(chance.randint(1, 24)))
+def make_prompt(rng: random.Random) -> str:
+    return " ".join(rng.choice(WORDS) + str(rng.randrange(100)) for _ in range(rng.randint(1, 24)))
 
 
 def make_body(prompt: str, adapter: str | None, count: int, **parameters: Any) -> dict[str, Any]:
@@ -192,11 +192,11 @@ def make_body(prompt: str, adapter: str | None, count: int, **parameters: Any) -
     return {"inputs": prompt, "parameters": {**named, **parameters, "max_new_tokens": count, "ignore_eos_token": True}}
 
 
-async def make_probes(server: Server, chance: random.Random) -> list[SoakRequest]:
+async def make_probes(server: Server, rng: random.Random) -> list[SoakRequest]:
     """Return greedy requests with their completions, each sent while no other request is in flight."""
     probes = []
     for number in range(PROBES):
-        body = make_body(make_prompt(chance), NAMES[number % len(NAMES)], chance.randint(4, 24))
+        body = make_body(make_prompt(rng), NAMES[number % len(NAMES)], rng.randint(4, 24))
         content = await send(server, SoakRequest("/generate", body))
         probes.append(SoakRequest("/generate", body, expected=json.loads(content)["generated_text"]))
     return probes
@@ -211,7 +211,7 @@ async def send_all(server: Server, load: Sequence[SoakRequest]) -> list[str]:
             problem = await find_problem(server, request)
             problems.extend([problem] if problem else [])
 
-    await asyncio.gather(*[work() for _ in range(AT_ONCE)])
+    await asyncio.gather(*[work() for _ in range(MAX_CONCURRENCY)])
     return problems
 
 
@@ -226,7 +226,7 @@ async def find_problem(server: Server, request: SoakRequest) -> str:
 
 
 async def send(server: Server, request: SoakRequest) -> bytes:
-    """Return the response body, which is partial for dropped requests."""
+    """Return the response body (partial if the client disconnects)."""
     reader, writer = await asyncio.open_connection(server.host, server.port)
     try:
         content = json.dumps(request.body).encode()

@@ -2,7 +2,7 @@
 
 import ast
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,6 +45,16 @@ MODELS = {
     "starcoder2": "flash_starcoder2_modeling.FlashStarCoder2ForCausalLM",
 }
 
+# Encoders, which return hidden states for pooling instead of text.
+ENCODERS = {
+    "bert": "bert_modeling.BertEncoder",
+    "distilbert": "bert_modeling.DistilBertEncoder",
+    "modernbert": "modernbert_modeling.ModernBertEncoder",
+    "mpnet": "bert_modeling.MPNetEncoder",
+    "roberta": "bert_modeling.RobertaEncoder",
+    "xlm-roberta": "bert_modeling.RobertaEncoder",
+}
+
 # Maps a model type to a config field. Models that set this field run in padded batches.
 PADDED_ONLY_FIELDS = {"falcon": "alibi"}
 OTHER_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "RewardModel")
@@ -59,8 +69,17 @@ def find_similar_types(model_type: str) -> list[str]:
     return list(dict.fromkeys([*same, *get_close_matches(name, sorted(MODELS))]))
 
 
-def check_model_config(folder: Path, model_id: str, *, needs_adapters: bool = False) -> None:
-    """Raise `ConfigError` if `config.json` shows that the model cannot be served, or cannot be served with adapters."""
+def check_model_config(
+    folder: Path,
+    model_id: str,
+    *,
+    needs_adapters: bool = False,
+    generates: Callable[[Mapping[str, Any]], bool] = lambda _: True,
+) -> None:
+    """Raise `ConfigError` if `config.json` shows that the model cannot be served, or cannot be served with adapters.
+
+    `generates` returns False for the config of a model that is served for pooling instead of text generation.
+    """
     path = folder / MODEL_CONFIG_FILE
     if not path.is_file():
         reason = "not a model folder, because it has no config.json"
@@ -71,7 +90,9 @@ def check_model_config(folder: Path, model_id: str, *, needs_adapters: bool = Fa
         config = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"model {model_id!r}: config.json cannot be read: {error}") from error
-    problem = _find_problem(config, needs_adapters) if isinstance(config, dict) else "config.json is not an object"
+    problem = "config.json is not an object"
+    if isinstance(config, dict):
+        problem = _find_problem(config, needs_adapters, generates) or ""
     if problem:
         raise UnsupportedModelError(f"model {model_id!r}: {problem} (docs/models.md)")
 
@@ -82,7 +103,9 @@ def is_paged(config: Mapping[str, Any]) -> bool:
     return model_type in MODELS and not config.get(PADDED_ONLY_FIELDS.get(model_type, ""))
 
 
-def _find_problem(config: Mapping[str, Any], needs_adapters: bool) -> str | None:
+def _find_problem(
+    config: Mapping[str, Any], needs_adapters: bool, generates: Callable[[Mapping[str, Any]], bool]
+) -> str | None:
     """Return the reason why the model cannot be served, or None."""
     model_type, classes, stored = (config.get(n) for n in ("model_type", "architectures", "quantization_config"))
     classes = classes or []
@@ -94,6 +117,8 @@ def _find_problem(config: Mapping[str, Any], needs_adapters: bool) -> str | None
             f"the weights are quantized ({method}), which is not supported; use the model with 16-bit weights and "
             "--quantize, or a GGUF file"
         )
+    if not generates(config):
+        return None
     if not _generates_text(config, model_type, classes):
         return _describe_unsupported(config, model_type, classes)
     if needs_adapters and not is_paged(config):
@@ -127,7 +152,7 @@ def _similar(model_type: str) -> str:
 
 
 def _read_mapping(file: str, name: str) -> frozenset[str] | None:
-    """Return the strings in a table of transformers, read from its source, because importing it takes seconds."""
+    """Return the strings in a transformers table, read from its source file because importing it takes seconds."""
     spec = find_spec("transformers")
     if spec is None or spec.origin is None:
         return None

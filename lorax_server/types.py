@@ -138,6 +138,7 @@ class Request:
     prompt_logprobs: bool = False  # report log probabilities of the prompt tokens
     structure: Structure | None = None
     vocabulary: TokenTable | None = None  # set with `structure` if the adapter changes the vocabulary
+    second_start: int = 0  # first token of the second text in a pair, for models with token types; 0 for one text
 
 
 class FinishReason(IntEnum):
@@ -164,7 +165,7 @@ class Failure(NamedTuple):
     retry_after_s: float | None = None
 
     @classmethod
-    def of(cls, error: LoraxError) -> "Failure":
+    def from_error(cls, error: LoraxError) -> "Failure":
         return cls(type(error).__name__, error.status, str(error), error.retry_after_s)
 
     def to_error(self) -> LoraxError:
@@ -193,6 +194,13 @@ class SampledToken(NamedTuple):
     alternatives: Alternatives | None = None  # set if the request asks for alternatives
 
 
+class Pooled(NamedTuple):
+    """A pooled result: an embedding, or logits of a sequence or of its tokens."""
+
+    data: bytes  # float32
+    shape: tuple[int, ...]
+
+
 class Output(NamedTuple):
     """One step's result for one request: new tokens, or a failure."""
 
@@ -203,10 +211,11 @@ class Output(NamedTuple):
     started: StartInfo | None = None  # set with the first token, like the next two fields
     prompt_logprobs: list[float] | None = None  # from the second prompt token on
     prompt_alternatives: list[Alternatives] | None = None  # at the same positions
+    pooled: Pooled | None = None  # the whole result of a model without text generation
 
     @classmethod
     def failed(cls, request_id: int, error: LoraxError) -> "Output":
-        return cls(request_id, failure=Failure.of(error))
+        return cls(request_id, failure=Failure.from_error(error))
 
 
 class AdapterRef(NamedTuple):
@@ -270,6 +279,7 @@ class EngineInfo:
     device: str  # device type, for example cuda
     weight_format: str = ""  # how the weights are stored, such as bfloat16 or Q4_K; empty if unknown
     weight_bytes: int = 0  # on rank 0
+    task: str = "generate"
 
 
 @dataclass
@@ -316,7 +326,7 @@ class EngineStatus(SchedulerCounters, AdapterCounters):
 
 
 class AdapterStage(Enum):
-    """Stages of an adapter on its way to the device. The values appear in API responses."""
+    """An adapter's loading stages. The values appear in API responses."""
 
     DISK = "on disk"
     PREPARING = "being prepared"

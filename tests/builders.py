@@ -16,7 +16,7 @@ ops_of = cache(select_ops)  # a library is loaded once, not for each of thousand
 
 
 def how(*, rank: int = 0, ranks: int = 1, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Return arguments for `Weights` besides tensors: a single CPU rank without communication."""
+    """Return keyword arguments for `Weights`: a single CPU rank without communication."""
     group = FakeGroup(rank, ranks)
     return {"device": CPU, "dtype": dtype, "process_group": group, "ops": ops_of(CPU)}
 

@@ -32,7 +32,7 @@ CACHES = ("torchinductor_",)  # created when torch is imported, shared by all pr
 FOREVER = ("pytest_timeout ",)  # without signals, it lives until the session finishes
 
 
-class Thing(NamedTuple):
+class Resource(NamedTuple):
     """A resource that a test can leak: its kind, and its key within that kind."""
 
     kind: str
@@ -42,21 +42,21 @@ class Thing(NamedTuple):
 # --- Existing resources -----------------------------------------------------------------------------------------------
 
 
-def find_all() -> set[Thing]:
+def find_all() -> set[Resource]:
     return {*find_threads(), *find_processes(), *find_sockets(), *find_files()}
 
 
-def find_everything() -> set[Thing]:
+def find_everything() -> set[Resource]:
     return find_all() | set(find_orphans())
 
 
-def find_threads() -> Iterator[Thing]:
+def find_threads() -> Iterator[Resource]:
     for thread in threading.enumerate():
         if not thread.name.startswith(FOREVER):
-            yield Thing("thread", thread)
+            yield Resource("thread", thread)
 
 
-def find_processes() -> Iterator[Thing]:
+def find_processes() -> Iterator[Resource]:
     """Find running children. Zombies are ignored."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -64,7 +64,7 @@ def find_processes() -> Iterator[Thing]:
         return  # no children, the fast case
     for child in _children():
         if _runs(child):
-            yield Thing("process", child)
+            yield Resource("process", child)
 
 
 def _children() -> Iterator[psutil.Process]:
@@ -79,7 +79,7 @@ def _children() -> Iterator[psutil.Process]:
                     yield psutil.Process(int(pid))
 
 
-def find_orphans() -> Iterator[Thing]:
+def find_orphans() -> Iterator[Resource]:
     """Find descendants whose parents have exited. Reading the environment of all processes takes 10 ms."""
     mark = f"{MARK}={os.getpid()}".encode()
     for path in Path("/proc").glob("[0-9]*/environ"):
@@ -90,7 +90,7 @@ def find_orphans() -> Iterator[Thing]:
         except (OSError, psutil.Error):
             continue
         if is_lost and _runs(process):
-            yield Thing("process", process)
+            yield Resource("process", process)
 
 
 def _runs(process: psutil.Process) -> bool:
@@ -101,26 +101,26 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
-def find_sockets() -> Iterator[Thing]:
+def find_sockets() -> Iterator[Resource]:
     for name in os.listdir("/dev/fd"):
         try:
             found = os.fstat(int(name))
         except OSError:
             continue  # the descriptor of this listing
         if stat.S_ISSOCK(found.st_mode):
-            yield Thing("socket", (found.st_dev, found.st_ino))
+            yield Resource("socket", (found.st_dev, found.st_ino))
 
 
-def find_files() -> Iterator[Thing]:
+def find_files() -> Iterator[Resource]:
     for name in os.listdir(tempfile.gettempdir()):
         if not name.startswith(CACHES):
-            yield Thing("temporary file", name)
+            yield Resource("temporary file", name)
 
 
 # --- Descriptions -----------------------------------------------------------------------------------------------------
 
 
-def describe(thing: Thing) -> str:
+def describe(thing: Resource) -> str:
     try:
         return f"{thing.kind} {DESCRIBE[thing.kind](thing.key)}"
     except (OSError, psutil.Error):
@@ -179,10 +179,10 @@ class Watch:
 
     def __init__(self) -> None:
         self._known = find_all()
-        self._of_session: dict[Thing, str] = {}  # by resource: the fixture that created it
-        self._of_module: dict[Thing, str] = {}  # by resource: the fixture or test that created it
+        self._of_session: dict[Resource, str] = {}  # by resource: the fixture that created it
+        self._of_module: dict[Resource, str] = {}  # by resource: the fixture or test that created it
 
-    def hold(self, scope: str, owner: str, things: set[Thing]) -> None:
+    def hold(self, scope: str, owner: str, things: set[Resource]) -> None:
         held = self._of_session if scope in ("session", "package") else self._of_module
         held.update((thing, held.get(thing, owner)) for thing in things - self._known)
 
@@ -205,12 +205,12 @@ class Watch:
         self._of_module = {}
         return self._report({thing: f", made by {held[thing]}" if thing in held else "" for thing in left})
 
-    def _report(self, left: dict[Thing, str]) -> str:
+    def _report(self, left: dict[Resource, str]) -> str:
         self._known |= left.keys()  # only one test fails for each leak
         return "\n".join(sorted(f"  {describe(thing)}{origin}" for thing, origin in left.items()))
 
 
-def _wait_for(allowed: set[Thing], find: Callable[[], set[Thing]] = find_all) -> set[Thing]:
+def _wait_for(allowed: set[Resource], find: Callable[[], set[Resource]] = find_all) -> set[Resource]:
     """Return the resources that are not in `allowed`. If there are any, check again after a grace period."""
     if not (left := find() - allowed):
         return left

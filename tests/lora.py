@@ -32,7 +32,7 @@ def random_factors(targets: Mapping[str, AdapterTarget], rank: int, seed: int) -
 
 
 def save_adapter(model: Any, folder: Path, **options: Any) -> None:
-    """Save an adapter as PEFT does. It fills in a card that is there; it would compile a template to make one."""
+    """Save an adapter with PEFT. Creates the model card first, because PEFT would compile a template to create it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "README.md").write_text("---\nlibrary_name: peft\n---\n")
     model.save_pretrained(str(folder), **options)
@@ -64,7 +64,7 @@ def make_arena(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
 ) -> AdapterArena:
-    """Adapter `i` of the list gets index `i + 1`."""
+    """Create an arena in which the adapter at list index `i` has adapter index `i + 1`."""
     given = [
         GivenAdapter({name: ModuleWeights(a, b, scale) for name, (a, b) in factors.items()}, _vocab_size(targets))
         for factors, scale in adapters
@@ -83,7 +83,7 @@ def fill_arena(
     group: ProcessGroup,
     dtype: torch.dtype = torch.float32,
 ) -> AdapterArena:
-    """Adapter `i` gets index `i + 1`, with one free unit between adapters."""
+    """Fill the arena. Adapter `i` gets index `i + 1`, with one free unit between adapters."""
     hosts = [prepare(adapter, targets, dtype, group) for adapter in adapters]
     memory = AdapterMemory(targets, dtype, device, 64 + sum(host.units + 1 for host in hosts), 1 + len(hosts))
     place = 1
@@ -97,7 +97,7 @@ def fill_arena(
 
 @torch.no_grad()
 def merged(oracle: Any, factors: Factors, scale: float) -> Any:
-    """The oracle with an adapter added to its matrices."""
+    """Return the oracle with an adapter merged into its matrices."""
     model = deepcopy(oracle)
     for name, (lora_a, lora_b) in factors.items():
         module = model.get_submodule(name)

@@ -52,7 +52,7 @@ def test_shards_cover_dimension_exactly_once(cut: str, ranks: int) -> None:
         assert shard.is_whole == (ranks == 1)
 
 
-def test_rank_holds_its_range() -> None:
+def test_each_rank_has_its_range() -> None:
     assert [shard_evenly(FakeGroup(rank, 3), 12, "x").ranges for rank in range(3)] == [((0, 4),), ((4, 8),), ((8, 12),)]
 
 

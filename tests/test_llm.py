@@ -55,7 +55,7 @@ SMALL: dict[str, Any] = {
 
 
 def write_adapter(base: Any, folder: Path, seed: int, size: float = 0.2, **settings: Any) -> Path:
-    """As PEFT saves it."""
+    """Write a LoRA adapter with random weights, saved by PEFT."""
     small: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": TARGETS, "task_type": "CAUSAL_LM"}
     config = LoraConfig(**small | settings)
     with warnings.catch_warnings():
@@ -70,7 +70,7 @@ def write_adapter(base: Any, folder: Path, seed: int, size: float = 0.2, **setti
 
 
 class World:
-    """A model and its adapters in folders, and the same in transformers and PEFT."""
+    """A model and adapters in folders, and the same model and adapters in transformers and PEFT."""
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = make_tokenizer()
@@ -101,7 +101,7 @@ class World:
 
 @torch.no_grad()
 def answer(model: Any, tokenizer: Any, ids: list[int], count: int = NEW_TOKENS) -> tuple[list[int], str]:
-    """Return the greedy tokens of transformers, and their text."""
+    """Return transformers' greedy tokens and their text."""
     done = model.generate(
         input_ids=torch.tensor([ids]),
         attention_mask=torch.ones(1, len(ids), dtype=torch.long),
@@ -132,7 +132,7 @@ def shared_llm(world: World) -> Iterator[LLM]:
 
 @pytest.fixture
 def llm(shared_llm: LLM) -> Iterator[LLM]:
-    """Return the LLM that all tests share; a test must leave no work behind."""
+    """Return the shared LLM, and check after each test that it is idle."""
     yield shared_llm
     assert_idle(shared_llm)
 
@@ -151,7 +151,7 @@ def texts(completions: Sequence[Completion]) -> list[str]:
 
 @pytest.fixture
 def in_submit(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], object]], None]:
-    """Return a function that does something in the middle of the n-th step from now."""
+    """Return a function that schedules a callback in the middle of the n-th step from now."""
 
     def when(number: int, do: Callable[[], object]) -> None:
         executor = llm._engine._executor
@@ -514,7 +514,7 @@ def test_invalid_adapter_fails_only_its_prompts(what: str, world: World, broken_
 
 
 def test_adapter_expanding_beyond_host_memory_is_rejected_unread(broken_llm: LLM) -> None:
-    """BD-LoRA: the file has a thousandth of what B takes in memory."""
+    """BD-LoRA factor B needs a thousand times more space in memory than in the file."""
     with pytest.raises(AdapterError, match=r"may need \d+ bytes of host memory; .* raise adapter_host_bytes"):
         broken_llm.load_adapter("expanded")
     assert_idle(broken_llm)
@@ -653,7 +653,7 @@ def test_adapters_outside_folder_are_not_found(world: World, tmp_path: Path) -> 
 def test_adapter_names_can_map_to_paths_and_links(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Use relative paths, two names for one folder, and links as in the cache of the hub."""
+    """Use relative paths, two names for one folder, and links as in the hub cache."""
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
     shutil.copytree(world.adapters["second"], blobs)
     snapshot.mkdir(parents=True)
@@ -730,7 +730,7 @@ def test_pinned_adapter_stays_loaded_until_unload(world: World) -> None:
 
 
 def test_adapter_with_added_tokens_matches_peft(world: World, tmp_path: Path) -> None:
-    """An adapter adds tokens that the base model lacks: they are tokenized, served and shown as by PEFT."""
+    """Tokens that an adapter adds to the vocabulary are tokenized, generated and decoded as with PEFT."""
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(ADDED[:-1])
     tokenizer.add_special_tokens({"additional_special_tokens": ADDED[-1:]})
@@ -770,7 +770,7 @@ def test_adapter_with_added_tokens_matches_peft(world: World, tmp_path: Path) ->
 
 
 def test_adapter_tokenizer_cache_is_bounded(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep few of them, and never read them by transformers in this process, which has no limits."""
+    """At most two adapter tokenizers are cached, and transformers never loads them in this process."""
     monkeypatch.setattr(adapter_tokenizers, "MAX_OWN_TOKENIZERS", 2)
     folders = {str(number): tmp_path / str(number) for number in range(4)}
     for number, folder in folders.items():
@@ -882,7 +882,7 @@ def test_progress_counts_failures(llm: LLM, capfd: pytest.CaptureFixture[str]) -
 
 @pytest.fixture
 def interrupt() -> Iterator[Callable[[], None]]:
-    """Return a function that raises Ctrl-C as in a script, also where tests run without a terminal."""
+    """Return a function that simulates Ctrl-C, even if the tests run without a terminal."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield lambda: signal.raise_signal(signal.SIGINT)
     signal.signal(signal.SIGINT, before)

@@ -107,7 +107,7 @@ def test_threads_share_malloc_arenas() -> None:
 
 
 def test_malloc_returns_freed_large_blocks() -> None:
-    """Blocks are returned even after a first free, and if a small block lies behind them."""
+    """Large blocks are returned even after an earlier free, and even if a small block follows them in memory."""
     assert int(run(THRESHOLDS)) < 2**23, "bytes that are free and kept"
 
 
@@ -117,7 +117,7 @@ def test_environment_variable_disables_tuning(value: str) -> None:
 
 
 @pytest.mark.parametrize("variables", [{}, {VARIABLE: "1"}])
-def test_tuning_is_on_by_default(variables: dict[str, str]) -> None:
+def test_tuning_is_enabled_by_default(variables: dict[str, str]) -> None:
     is_same, num_frozen, *calls = run(ALL, **variables).split(maxsplit=2)
     assert is_same == "False"
     assert int(num_frozen) > 0

@@ -266,13 +266,13 @@ def test_tied_scalars_are_found_under_both_names(tmp_path: Path) -> None:
 def test_missing_tensor_error_names_file(tmp_path: Path, write: Writer, name: str) -> None:
     write(tmp_path, some_tensors())
     weights = open_weights(tmp_path, **how())
-    for ask in (
+    for call in (
         lambda: weights.get_tensor(name),
         lambda: weights.get_shape(name),
         lambda: weights.get_sharded(name, 0, unsharded(3)),
     ):
         with pytest.raises(WeightsError, match="is missing") as caught:
-            ask()
+            call()
         assert repr(name) in str(caught.value)
         assert str(tmp_path) in str(caught.value)
 
@@ -281,13 +281,13 @@ def test_missing_tensor_error_names_file(tmp_path: Path, write: Writer, name: st
 def test_wrong_shape_error_names_expected_shape(tmp_path: Path, write: Writer) -> None:
     write(tmp_path, some_tensors())
     weights = open_weights(tmp_path, **how())
-    asks: list[Callable[[], Any]] = [
+    calls: list[Callable[[], Any]] = [
         lambda: weights.get_tensor("matrix", (8, 7)),
         lambda: weights.get_sharded("matrix", 1, Shard(7, ((0, 3),)), (8, 7)),
     ]
-    for ask in asks:
+    for call in calls:
         with pytest.raises(WeightsError, match=r"'matrix' has shape \(8, 6\), expected \(8, 7\)") as caught:
-            ask()
+            call()
         assert str(tmp_path) in str(caught.value)
 
 
@@ -340,7 +340,7 @@ TRUNCATED = ("truncated", "truncated in the header", "header past the end", "emp
 
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("sharded", [False, True])
-def test_damaged_safetensors_file_is_named(tmp_path: Path, damage: str, sharded: bool) -> None:
+def test_error_names_damaged_safetensors_file(tmp_path: Path, damage: str, sharded: bool) -> None:
     damaged = DAMAGE[damage](safetensors_bytes(tmp_path))
     path = tmp_path / ("shard.safetensors" if sharded else "model.safetensors")
     path.write_bytes(damaged)
@@ -368,7 +368,7 @@ def test_truncated_file_error_names_both_sizes(tmp_path: Path) -> None:
     check_model_files(tmp_path)
 
 
-def test_git_lfs_pointer_is_explained(tmp_path: Path) -> None:
+def test_git_lfs_pointer_error_suggests_git_lfs_pull(tmp_path: Path) -> None:
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 538090408\n"
     (tmp_path / "model.safetensors").write_text(pointer)
     for check in (check_model_files, lambda folder: open_weights(folder, **how())):
@@ -396,7 +396,7 @@ BAD_INDICES = {
 
 @pytest.mark.parametrize("index", [INDEX, BIN_INDEX])
 @pytest.mark.parametrize(("content", "message"), BAD_INDICES.values(), ids=BAD_INDICES.keys())
-def test_invalid_index_is_named(tmp_path: Path, index: str, content: str | bytes, message: str) -> None:
+def test_error_names_invalid_index(tmp_path: Path, index: str, content: str | bytes, message: str) -> None:
     folder = tmp_path / "model"
     (folder / "sub").mkdir(parents=True)
     # The files outside of the folder exist and are valid.
@@ -425,7 +425,7 @@ def test_pickle_index_with_missing_tensors_is_rejected(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("present", [False, True])
-def test_folder_without_weights_is_named(tmp_path: Path, present: bool) -> None:
+def test_error_names_folder_without_weights(tmp_path: Path, present: bool) -> None:
     folder = tmp_path / "model"
     if present:
         folder.mkdir()
@@ -492,7 +492,7 @@ def test_hostile_pickle_fixture_executes_code(tmp_path: Path) -> None:
     ],
     ids=["list", "nested", "no dictionary", "bare tensor", "number", "sparse"],
 )
-def test_pickle_with_objects_besides_tensors_is_rejected(tmp_path: Path, content: Any) -> None:
+def test_pickle_with_non_tensor_objects_is_rejected(tmp_path: Path, content: Any) -> None:
     path = tmp_path / "pytorch_model.bin"
     torch.save(content, path)
     with pytest.raises(WeightsError, match=r"not a plain dictionary of tensors|not load as plain tensors") as caught:
@@ -501,7 +501,7 @@ def test_pickle_with_objects_besides_tensors_is_rejected(tmp_path: Path, content
 
 
 @pytest.mark.parametrize("damage", ["random", "truncated", "empty"])
-def test_damaged_pickle_is_named(tmp_path: Path, damage: str) -> None:
+def test_error_names_damaged_pickle(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "pytorch_model.bin"
     torch.save({"x": torch.zeros(2000)}, path)
     path.write_bytes(DAMAGE[damage](path.read_bytes()))
@@ -510,7 +510,7 @@ def test_damaged_pickle_is_named(tmp_path: Path, damage: str) -> None:
     assert str(path) in str(caught.value)
 
 
-def test_legacy_pickle_format_loads(tmp_path: Path) -> None:
+def test_legacy_pickle_format_can_be_loaded(tmp_path: Path) -> None:
     tensor = some_tensors()["matrix"]
     torch.save({"matrix": tensor}, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     weights: Weights = open_weights(tmp_path, **how())
@@ -530,7 +530,7 @@ def test_loading_progress_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     assert amounts[-1][1] == amounts[-1][2]
 
 
-def test_no_progress_log_for_fast_loads(caplog: pytest.LogCaptureFixture) -> None:
+def test_fast_loads_log_no_progress(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "lorax_server.weights.progress")
     get_model(ModelConfig(FOLDER / "model"))
     assert caplog.messages == []

@@ -85,7 +85,7 @@ def test_only_selected_rows_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert sizes == [16 * 48 * 4]
 
 
-def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_reads_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "model.safetensors"
     tensors = write_tensors(path)
     preadv: Callable[..., int] = os.preadv
@@ -135,8 +135,8 @@ def test_error_names_file_replaced_after_opening(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [*DAMAGE, "missing", "list", "sizes"])
-def test_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
-    """safetensors rejects such files first, but a file may be damaged in between."""
+def test_error_names_damaged_file(tmp_path: Path, damage: str) -> None:
+    """safetensors checks the file first, but the file may be damaged between this check and the read."""
     path = tmp_path / "model.safetensors"
     good = safetensors_bytes(tmp_path)
     if damage in DAMAGE:

@@ -27,10 +27,10 @@ class HostPool(Preparer):
     def __init__(self, model: PagedCausalLM, hosts: Sequence[HostAdapter]) -> None:
         dtype = model.lm_head.linear.weight.dtype
         super().__init__(collect_adapter_targets(model), dtype, FakeGroup(), max_rank=model.ops.max_lora_rank)
-        self._made = {name_of(i): host for i, host in enumerate(hosts)}
+        self._hosts = {name_of(i): host for i, host in enumerate(hosts)}
 
     def enqueue(self, spec: AdapterSpec) -> None:
-        host = self._made.get(spec.identity)
+        host = self._hosts.get(spec.identity)
         if host is None:
             return super().enqueue(spec)
         with self._added:
@@ -71,17 +71,17 @@ class Step:
     rows: int
     has_prompt: bool
     is_loading: bool  # at some time between submission and result
-    ended_at: float = 0.0
-    gap: float = 0.0  # since the result of the step before
+    finished_at: float = 0.0
+    duration_s: float = 0.0  # since the result of the step before
 
 
-class Watch:
+class StepRecorder:
     """An executor that records the times of steps and adapter loads."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
         self.steps: list[Step] = []
-        self.num_ended = 0
+        self.num_finished = 0
         self._loading: Counter[int] = Counter()
 
     def __getattr__(self, name: str) -> Any:
@@ -90,17 +90,17 @@ class Watch:
     def submit(self, plan: StepPlan) -> None:
         self._loading.update(op.index for op in plan.adapter_ops if isinstance(op, Load))
         is_loading = self._loading.total() > 0
-        for step in self.steps[self.num_ended :]:
+        for step in self.steps[self.num_finished :]:
             step.is_loading |= is_loading
         self.steps.append(Step(len(plan.slots), bool((plan.counts > 1).any()), is_loading))
         self.worker.submit(plan)
 
     def collect(self) -> StepResult:
         result = self.worker.collect()
-        now, before = time.perf_counter(), self.steps[self.num_ended - 1] if self.num_ended else None
-        step = self.steps[self.num_ended]
-        step.ended_at, step.gap = now, now - before.ended_at if before is not None else 0.0
-        self.num_ended += 1
+        now, before = time.perf_counter(), self.steps[self.num_finished - 1] if self.num_finished else None
+        step = self.steps[self.num_finished]
+        step.finished_at, step.duration_s = now, now - before.finished_at if before is not None else 0.0
+        self.num_finished += 1
         self._loading.subtract(result.loaded)
         return result
 

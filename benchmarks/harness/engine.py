@@ -1,4 +1,4 @@
-"""An `LLM` over random files whose engine steps are timed."""
+"""An `LLM` with random model files whose engine steps are timed."""
 
 import argparse
 import logging
@@ -63,7 +63,7 @@ class Mark(NamedTuple):
 
 
 class StepClock:
-    """Record the end of every engine step. Work of the LLM between two steps counts for the second step."""
+    """Records the end of every engine step. Work of `LLM` between two steps counts towards the second step."""
 
     def __init__(self, llm: LLM) -> None:
         self.marks: list[Mark] = []
@@ -89,7 +89,7 @@ class StepClock:
 
 
 class Bench(NamedTuple):
-    """A running engine over random files."""
+    """A running engine with random model files."""
 
     llm: LLM
     clock: StepClock
@@ -107,9 +107,9 @@ class Bench(NamedTuple):
     def load(self, adapters: Iterable[Adapter]) -> float:
         """Load adapters to the device by sending requests that use them. Return the time in seconds."""
         names = [adapter.name for adapter in adapters]
-        begin = time.monotonic()
+        start_time = time.monotonic()
         self.generate([[FIRST_WORD]] * len(names), 1, names)
-        return time.monotonic() - begin
+        return time.monotonic() - start_time
 
     def draw_prompts(self, count: int, length: int, seed: int) -> list[list[int]]:
         choice = random.Random(seed)
@@ -117,7 +117,7 @@ class Bench(NamedTuple):
         return [[choice.randint(FIRST_WORD, last_word) for _ in range(length)] for _ in range(count)]
 
     def add_to_engine(self, first_id: int, prompts: Sequence[list[int]], max_new_tokens: int) -> None:
-        """Add requests to the engine that the LLM does not know."""
+        """Add requests directly to the engine, bypassing `LLM`."""
         stop = StopParams(max_new_tokens=max_new_tokens, ignore_eos=True)
         for number, prompt in enumerate(prompts):
             self.llm._engine.add(Request(first_id + number, prompt, SamplingParams(), stop))
@@ -145,14 +145,14 @@ def open_bench(args: argparse.Namespace, adapters: Sequence[Adapter], **settings
         make_files(folder, shape, adapters)
         if not args.tiny:
             settings |= {"adapter_bytes": ADAPTER_BYTES, "adapter_host_bytes": ADAPTER_HOST_BYTES}
-        begin = time.monotonic()
+        start_time = time.monotonic()
         with LLM(folder / "model", folder / "adapters", max_num_seqs=MAX_NUM_SEQS, **settings) as llm:
-            print(f"engine started in {time.monotonic() - begin:.1f} s", flush=True)
+            print(f"engine started in {time.monotonic() - start_time:.1f} s", flush=True)
             yield Bench(llm, StepClock(llm), shape, folder)
 
 
 def make_files(folder: Path, shape: ModelShape, adapters: Sequence[Adapter]) -> None:
-    """Write the model and the adapters that do not exist yet. The adapter name is the seed of its weights."""
+    """Write the model and the adapters that do not exist yet. The adapter name seeds its weights."""
     if not (folder / "model/tokenizer_config.json").exists():  # the last file that is written
         make_model(folder / "model", shape)
     missing = [one for one in adapters if not (folder / "adapters" / one.name / "adapter_config.json").exists()]

@@ -1,7 +1,8 @@
 """Load generator: send many requests to `/generate_stream` or `/generate`, in a separate process.
 
-It does not parse JSON, to leave CPU time for the server. It searches a stream for the bytes of a token event and of the
-last chunk, which cannot occur inside a JSON string. A response that is not streamed has its token count in a header.
+To leave CPU time for the server, it does not parse JSON. It searches the stream for byte sequences that mark a token
+event or the last chunk and cannot occur inside a JSON string. For responses without streaming, it reads the token count
+from a header.
 """
 
 import argparse
@@ -46,7 +47,7 @@ class Connection(asyncio.Protocol):
         self.tokens = 0
         self.arrivals: list[tuple[float, int]] = []
         self._tail = b""
-        self._ended: asyncio.Future[str] | None = None
+        self._response_done: asyncio.Future[str] | None = None
         self._transport: Any = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -58,9 +59,9 @@ class Connection(asyncio.Protocol):
     async def request(self, request: bytes) -> str:
         """Send a request and wait for the end of the response. Return the error, or an empty string."""
         self.tokens, self.arrivals, self._tail = 0, [], b""
-        self._ended = asyncio.get_running_loop().create_future()
+        self._response_done = asyncio.get_running_loop().create_future()
         self._transport.write(request)
-        return await self._ended
+        return await self._response_done
 
     def data_received(self, data: bytes) -> None:
         if not self._tail and not data.startswith(OK):
@@ -79,8 +80,8 @@ class Connection(asyncio.Protocol):
         self._transport.close()
 
     def _finish(self, error: str) -> None:
-        if self._ended is not None and not self._ended.done():
-            self._ended.set_result(error)
+        if self._response_done is not None and not self._response_done.done():
+            self._response_done.set_result(error)
 
     def _fail(self, error: str) -> None:
         """Close the connection without waiting for the rest of the response."""
@@ -89,7 +90,7 @@ class Connection(asyncio.Protocol):
         self._finish(error)
 
 
-class WholeConnection(Connection):
+class NonStreamingConnection(Connection):
     """A connection that sends requests without streaming, one after the other."""
 
     def data_received(self, data: bytes) -> None:
@@ -111,28 +112,28 @@ class Load:
 
     def __init__(self, url: str, path: str, bodies: Sequence[Any]) -> None:
         parsed = urlsplit(url)
-        self._kind = WholeConnection if path == WHOLE else Connection
+        self._kind = NonStreamingConnection if path == WHOLE else Connection
         self.samples = [Sample() for _ in bodies]
-        self.most_open = 0
+        self.max_open = 0
         self._num_open = 0
         self._host, self._port = parsed.hostname, parsed.port
         self._requests = [_request(path, body, parsed.netloc) for body in bodies]
-        self._left: Iterator[int] = iter(range(len(bodies)))
+        self._remaining: Iterator[int] = iter(range(len(bodies)))
         self.start = 0.0
 
-    async def run(self, at_once: int) -> float:
+    async def run(self, max_concurrency: int) -> float:
         """Run all requests. Return the time in seconds."""
         self.start = time.perf_counter()
-        await asyncio.gather(*[self._work() for _ in range(min(at_once, len(self.samples)))])
+        await asyncio.gather(*[self._work() for _ in range(min(max_concurrency, len(self.samples)))])
         return max(sample.end_s for sample in self.samples)
 
     async def _work(self) -> None:
         """Send one request after the other, on the same connection while it is open."""
         connection = None
-        for number in self._left:
+        for number in self._remaining:
             sample = self.samples[number]
             self._num_open += 1
-            self.most_open = max(self.most_open, self._num_open)
+            self.max_open = max(self.max_open, self._num_open)
             sample.sent_s = time.perf_counter() - self.start
             try:
                 if connection is None or not connection.is_open:
@@ -156,19 +157,19 @@ def main() -> None:
     parser.add_argument("bodies", type=Path, help="JSON file with a list of request bodies")
     parser.add_argument("result", type=Path, help="JSON file to write")
     parser.add_argument("--path", choices=(STREAM, WHOLE), default=STREAM)
-    parser.add_argument("--at-once", type=int, default=64, help="concurrent requests")
+    parser.add_argument("--max-concurrency", type=int, default=64, help="concurrent requests")
     args = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     load = Load(args.url, args.path, json.loads(args.bodies.read_text()))
     cpu_s = time.process_time()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        seconds = runner.run(load.run(args.at_once))
+        seconds = runner.run(load.run(args.max_concurrency))
     result = {
         "start": load.start,  # on the machine's shared clock
         "seconds": seconds,
         "cpu_s": time.process_time() - cpu_s,
-        "most_open": load.most_open,
+        "max_open": load.max_open,
         "samples": [asdict(sample) for sample in load.samples],
     }
     args.result.write_text(json.dumps(result))

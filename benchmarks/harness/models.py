@@ -68,7 +68,7 @@ PHI_4 = {
 
 
 def make_configs(**changes: Any) -> dict[str, Any]:
-    """Return configs of published models that are not Llamas, by name."""
+    """Return configs of published models that are not Llamas, keyed by name."""
     return {
         "Gemma-2-9B": Gemma2Config(**{**GEMMA_2_9B, **changes}),
         "Phi-4": Phi3Config(**{**PHI_4, **changes}),
@@ -76,7 +76,7 @@ def make_configs(**changes: Any) -> dict[str, Any]:
 
 
 def list_attentions(config: Any) -> tuple[str, ...]:
-    """Return the attention implementations of transformers that support the config without other packages."""
+    """Return transformers' attention implementations that support the config without additional packages."""
     return ("eager",) if getattr(config, "attn_logit_softcapping", None) else ("sdpa", "eager")
 
 
@@ -84,7 +84,7 @@ def list_attentions(config: Any) -> tuple[str, ...]:
 
 
 def write_adapter(
-    folder: Path, chance: np.random.Generator, rank: int, hidden: int, layers: int, modules: Sequence[str]
+    folder: Path, rng: np.random.Generator, rank: int, hidden: int, layers: int, modules: Sequence[str]
 ) -> None:
     """Write a random float32 adapter for square attention matrices, as PEFT saves it."""
     folder.mkdir(parents=True)
@@ -94,8 +94,8 @@ def write_adapter(
     for layer in range(layers):
         for module in modules:
             name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
-            tensors[f"{name}.lora_A.weight"] = chance.normal(0, 0.1, (rank, hidden)).astype(np.float32)
-            tensors[f"{name}.lora_B.weight"] = chance.normal(0, 0.1, (hidden, rank)).astype(np.float32)
+            tensors[f"{name}.lora_A.weight"] = rng.normal(0, 0.1, (rank, hidden)).astype(np.float32)
+            tensors[f"{name}.lora_B.weight"] = rng.normal(0, 0.1, (hidden, rank)).astype(np.float32)
     save_file(tensors, folder / "adapter_model.safetensors")
 
 
@@ -156,7 +156,7 @@ class Paged:
 
 
 def fill(paged: Paged, cache: DynamicCache, context: int) -> None:
-    """Fill the paged cache and the cache of transformers with the same noise."""
+    """Fill the paged cache and transformers' cache with the same random values."""
     num_heads, dim = paged.model.kv_shape
     missing = paged.tables.shape[1] * BLOCK_SIZE - context
     for layer, stored in enumerate(paged.kv_cache):
@@ -168,7 +168,7 @@ def fill(paged: Paged, cache: DynamicCache, context: int) -> None:
 
 
 def best_of(runs: int, *sides: Callable[[], object]) -> list[float]:
-    """Return the fastest run of each side in seconds. The sides take turns."""
+    """Return the fastest run of each function in seconds. The functions alternate."""
     best = [float("inf")] * len(sides)
     for _ in range(runs):
         for index, side in enumerate(sides):

@@ -69,7 +69,7 @@ class Server:
         return float(times.user + times.system)
 
     def usage(self) -> dict[str, Usage]:
-        """Return usage by process kind. If several processes have the same kind, the largest counts."""
+        """Return usage, keyed by process kind. If several processes have the same kind, return the largest."""
         usage: dict[str, Usage] = {}
         for process in (self.process, *self.process.children(recursive=True)):
             with suppress(psutil.NoSuchProcess), process.oneshot():  # sandbox workers start and stop
@@ -79,16 +79,16 @@ class Server:
         return usage
 
     def send(
-        self, load: Sequence[LoadRequest], at_once: int, path: str = "/generate_stream", num_clients: int = 1
+        self, load: Sequence[LoadRequest], max_concurrency: int, path: str = "/generate_stream", num_clients: int = 1
     ) -> list[dict[str, Any]]:
-        """Divide the load over client processes. Return the result of each client."""
+        """Divide the load among client processes. Return the result of each client."""
         with tempfile.TemporaryDirectory() as folder:
             clients, results = [], []
             for number in range(num_clients):
                 bodies, result = Path(folder, f"bodies-{number}.json"), Path(folder, f"result-{number}.json")
                 bodies.write_text(json.dumps([request.body for request in load[number::num_clients]]))
                 command = [sys.executable, CLIENT, self.url, bodies, result, "--path", path]
-                clients.append(subprocess.Popen([*command, "--at-once", str(at_once // num_clients)]))
+                clients.append(subprocess.Popen([*command, "--max-concurrency", str(max_concurrency // num_clients)]))
                 results.append(result)
             for client in clients:
                 assert client.wait(RUN_S) == 0, "a client failed"
@@ -96,7 +96,7 @@ class Server:
 
 
 def check_complete(load: Sequence[LoadRequest], results: Sequence[dict[str, Any]]) -> None:
-    """Fail unless every request of `Server.send` got all its tokens."""
+    """Raise AssertionError unless every request in `Server.send` received all its tokens."""
     for number, result in enumerate(results):
         for sample, request in zip(result["samples"], load[number :: len(results)], strict=True):
             assert sample["tokens"] == request.answer, sample["error"] or "tokens are missing"

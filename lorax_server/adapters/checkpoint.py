@@ -32,7 +32,7 @@ WRAPPER_PREFIXES = {"base_model", "model", "module", "_forward_module", "_fsdp_w
 
 
 class TensorRole(Enum):
-    """The purpose of an adapter tensor within its module. Values are the names in PEFT."""
+    """An adapter tensor's role in its module. Values are PEFT's names."""
 
     LORA_A = "lora_A"
     LORA_B = "lora_B"
@@ -88,7 +88,7 @@ class TensorInfo:
 
 
 def read_header(path: Path, name: str, stamp: Stamp | None = None) -> dict[str, TensorInfo]:
-    """Return tensor metadata by tensor name, checked against the file size. `name` is the adapter name.
+    """Return a map from tensor name to metadata, checked against the file size. `name` is the adapter name.
 
     If `stamp` is given, raise SourceError if the file changed after that stamp was read.
     """
@@ -122,7 +122,7 @@ def read_header(path: Path, name: str, stamp: Stamp | None = None) -> dict[str, 
 
 
 def _find_end(header: Mapping[str, Any]) -> int:
-    """Return the end of the last tensor, relative to the end of the header. Invalid entries are ignored."""
+    """Return the last tensor's end offset, relative to the end of the header. Invalid entries are ignored."""
     offsets: list[Any] = [entry.get("data_offsets") for entry in header.values() if isinstance(entry, dict)]
     return max((pair[1] for pair in offsets if _is_range(pair)), default=0)
 

@@ -129,7 +129,7 @@ class _BufferLayout:
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy a tensor on the current thread only, so that decode steps keep the other cores.
+    """Copy a tensor on the current thread only, so that the other cores stay free for decode steps.
 
     Transposed tensors are copied in blocks, which is several times faster.
     """
@@ -175,6 +175,8 @@ class _PreparedModule:
         self.rows = self.new_rows = torch.empty(0, size)
         if target.kind in (TargetKind.EMBEDDING, TargetKind.HEAD):
             self._find_changed_rows()
+        elif target.kind is TargetKind.CLASSIFIER:  # all rows are stored, because adapters differ in their labels
+            self.new_rows = weights.weight if weights.weight is not None else target.read().float().cpu()
         self.scale = weights.scale
         self.lora_a, self.lora_b = self._shard_factors()
         self.output_scale = self._compute_output_scale()
@@ -244,7 +246,7 @@ class _PreparedModule:
         if self.target.kind is TargetKind.LINEAR and weight is not None:
             self.scale = 1.0
             return compute_weight_difference(self.target, weight, self.pause)
-        if lora_a is None or lora_b is None:
+        if lora_a is None or lora_b is None or self.target.kind is TargetKind.CLASSIFIER:
             return None, None
         if self.weights.diagonal is not None:
             return self._shard_kasa_factors(lora_a, lora_b * (self.scale * self.weights.diagonal))
@@ -272,7 +274,7 @@ class _PreparedModule:
         if target.kind is TargetKind.NORM and self.weights.weight is not None:
             base, new = target.read().float().cpu(), target.outputs.select(self.weights.weight, dim=0)
             return self._divide(new + target.offset, base, "base model's norm weight")
-        if magnitude is None:
+        if magnitude is None or target.kind is TargetKind.CLASSIFIER:  # included in the rows
             return None
         if target.kind is TargetKind.HEAD:
             magnitude = _resize_rows(magnitude, target.outputs.full)
@@ -347,6 +349,10 @@ class _PreparedModule:
             return None
         old = None if target.bias is None else target.bias.float().cpu()
         output_bias = None
+        if target.kind is TargetKind.CLASSIFIER:
+            bias = old if weights.bias is None else weights.bias
+            added = None if weights.lora_bias is None else weights.lora_bias * weights.scale
+            return bias if added is None else added if bias is None else bias + added
         if old is not None and (weights.bias is not None or self.output_scale is not None):
             new = old if weights.bias is None else target.outputs.select(self._resize_bias(weights.bias), dim=0)
             output_bias = new - old * (1 if self.output_scale is None else self.output_scale)

@@ -39,10 +39,10 @@ class MergedAdapter:
 
     def find_rank(self, module: str) -> int:
         ranks = [adapter.find_rank(module) for adapter in self._adapters if module in adapter.modules]
-        return sum(ranks) if self._concatenates else max(ranks)
+        return sum(ranks) if self._is_concatenated else max(ranks)
 
     @property
-    def _concatenates(self) -> bool:
+    def _is_concatenated(self) -> bool:
         """Return True if LoRA factors are concatenated instead of added."""
         return self._merge.strategy == "linear" or len(self._adapters) == 1
 
@@ -58,7 +58,7 @@ class MergedAdapter:
         scales = [weights.scale * weight for weights, weight in loaded if weights.lora_a is not None]
         if not lora_as:
             return ModuleWeights(weight=replaced)
-        if self._concatenates:
+        if self._is_concatenated:
             lora_a = torch.cat([lora_a * scale for lora_a, scale in zip(lora_as, scales, strict=True)])
             return ModuleWeights(lora_a, torch.cat(lora_bs, dim=1), 1.0, weight=replaced)
         ranks = [len(lora_a) for lora_a in lora_as]

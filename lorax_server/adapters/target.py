@@ -14,6 +14,7 @@ class TargetKind(Enum):
     EMBEDDING = "embedding"
     HEAD = "head"
     NORM = "norm"
+    CLASSIFIER = "classifier"  # a layer of a classification head, which adapters replace as a whole
     INPUT = "input"  # not a module: the input to a linear layer, which IA3 can scale
 
 
@@ -40,6 +41,7 @@ class AdapterTarget:
     # The preceding target that produces this module's inputs, and the first of its outputs that is an input. IA3 input
     # scales are applied to these outputs.
     input_scale_target: tuple[str, int] | None = None
+    is_resizable: bool = False  # adapters may replace the layer with another number of outputs
 
     def read(self, rows: slice = slice(None)) -> torch.Tensor:
         """Return rows of this rank's base model weight."""

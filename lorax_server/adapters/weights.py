@@ -29,7 +29,7 @@ MERGEABLE_ROLES = (*FACTORS, TensorRole.WEIGHT)
 class ModuleWeights:
     """Adapter tensors for one module: unsharded, on the CPU, and finite.
 
-    The factors keep the dtype of the file to save memory. All other tensors are float32.
+    The factors keep the file's dtype to save memory. All other tensors are float32.
     """
 
     lora_a: torch.Tensor | None = None  # [rank, in]
@@ -74,7 +74,7 @@ class StoredAdapter:
         self.name = config.name
         self.config = config
         self.path = folder / WEIGHTS_FILE
-        with self._reading():
+        with self._detecting_changes():
             self._stamp = read_stamp(self.path)
         if stamp is not None and stamp != self._stamp:
             raise SourceError(f"adapter {self.name!r}: {self.path.name} changed after it was resolved; try again")
@@ -89,7 +89,7 @@ class StoredAdapter:
         return list(self._contents.keys)
 
     def identify(self) -> str:
-        with self._reading():
+        with self._detecting_changes():
             return identify(self.config, self.path, self.tensors)
 
     def find_unmergeable(self) -> str | None:
@@ -106,16 +106,16 @@ class StoredAdapter:
 
     def load(self, module: str) -> ModuleWeights:
         contents, keys = self._contents, self._contents.keys[module]
-        with self._reading():
+        with self._detecting_changes():
             tensors = {role.field: self._read(role, key) for role, key in keys.items()}
-            scale = self._complete_factors(module, tensors)
+            scale = self._expand_factors(module, tensors)
             output_scale = self._find_output_scale(module, tensors.pop("ia3", None))
         if "weight" in tensors:
             tensors["weight"] = self._targets[module].to_linear_layout(tensors["weight"])
         token_ids = contents.token_ids.get(module, ()) if TensorRole.TOKEN_ROWS in keys else ()
         return ModuleWeights(scale=scale, output_scale=output_scale, token_ids=token_ids, **tensors)
 
-    def _complete_factors(self, module: str, tensors: dict[str, torch.Tensor]) -> float:
+    def _expand_factors(self, module: str, tensors: dict[str, torch.Tensor]) -> float:
         """Expand VeRA and BD-LoRA tensors to plain LoRA factors in place, and return the scale."""
         if "vera_b" in tensors:
             lora_a, lora_b = self._projections
@@ -152,7 +152,7 @@ class StoredAdapter:
         return a, b
 
     @contextmanager
-    def _reading(self) -> Iterator[None]:
+    def _detecting_changes(self) -> Iterator[None]:
         """Raise SourceError if the file changes while the context is active. The tensors must match the identity."""
         with convert_read_errors(f"adapter {self.name!r}", self.path):
             try:

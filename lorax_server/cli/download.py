@@ -63,7 +63,7 @@ def find_model(
     if source != "s3" and model_id.startswith(("/", ".", "~", "\\")):
         raise ConfigError(f"model {model_id!r}: there is no such file or folder; check the path")
     select = partial(select_model_files, model_id) if gguf is None else partial(select_gguf_files, model_id, gguf)
-    options: dict[str, Any] = {"noun": "model", "select_files": select, "num_threads": NUM_THREADS}
+    options: dict[str, Any] = {"kind": "model", "select_files": select, "num_threads": NUM_THREADS}
     try:
         if source == "s3":
             bucket, _, key = model_id.removeprefix("s3://").strip("/").partition("/")

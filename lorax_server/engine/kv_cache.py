@@ -22,7 +22,7 @@ class KvCache:
         return self._pool.num_free * self._pool.block_size
 
     def reuse_prefix(self, sequence: Sequence) -> None:
-        """Acquire the cached blocks that match the start of a sequence. The sequence must have no blocks yet.
+        """Acquire the cached blocks that match a sequence's prefix. The sequence must have no blocks yet.
 
         At least one token remains to be computed, because sampling needs its logits. If prompt log probabilities are
         requested, no blocks are reused.
@@ -46,7 +46,7 @@ class KvCache:
         return True
 
     def publish_full_blocks(self, sequences: Iterable[Sequence]) -> None:
-        """Publish each sequence's full blocks, as far as their token IDs are known."""
+        """Publish the full blocks of each sequence whose token IDs are known."""
         block_size = self._pool.block_size
         for sequence in sequences:
             num_published = sequence.num_published

@@ -7,7 +7,16 @@ from typing import NamedTuple
 from lorax_server.errors import LoraxError
 from lorax_server.generation.stopping import StoppingCriteria
 from lorax_server.text.detokenizer import Detokenizer
-from lorax_server.types import Alternatives, FinishReason, Output, Request, SampledToken, SamplingParams, StopParams
+from lorax_server.types import (
+    Alternatives,
+    FinishReason,
+    Output,
+    Pooled,
+    Request,
+    SampledToken,
+    SamplingParams,
+    StopParams,
+)
 
 
 class TokenEvent(NamedTuple):
@@ -34,6 +43,7 @@ class Completion:
     finish_reason: FinishReason | None = None
     error: LoraxError | None = None
     prompt_alternatives: list[Alternatives] | None = None  # for the same tokens as `prompt_logprobs`
+    pooled: Pooled | None = None  # the result of a model without text generation
 
 
 class Generation:
@@ -72,6 +82,9 @@ class Generation:
         if output.prompt_logprobs is not None:
             completion.prompt_logprobs = output.prompt_logprobs
             completion.prompt_alternatives = output.prompt_alternatives
+        if output.pooled is not None:
+            completion.pooled, completion.finish_reason = output.pooled, output.finish_reason
+            return
         last = len(output.tokens) - 1
         for index, token in enumerate(output.tokens):
             self._append_event(token, output.finish_reason if index == last else None)

@@ -102,7 +102,7 @@ class GGUFFile:
     tensors: Mapping[str, TensorEntry] = field(repr=False)
 
     def get(self, key: str, kind: type[T]) -> T | None:
-        """Return a metadata value, or None if the key is missing. Raise WeightsError for a value of another type."""
+        """Return a metadata value, or None if the key is missing. Raise WeightsError if the value has another type."""
         value = self.metadata.get(key)
         if kind is float and type(value) is int:
             value = float(value)
@@ -207,14 +207,14 @@ class _Parser:
         self._check_layout(tensors, start, alignment)
         return GGUFFile(self._path, metadata, tensors)
 
-    def _table(self, noun: str, count: int, read: Callable[[], T]) -> dict[str, T]:
+    def _table(self, label: str, count: int, read: Callable[[], T]) -> dict[str, T]:
         table: dict[str, T] = {}
         for _ in range(count):
             name = self._string(MAX_NAME_BYTES)
             if not name.isprintable():
-                raise self._error(f"{noun} {name[:40]!r} has an invalid name")
+                raise self._error(f"{label} {name[:40]!r} has an invalid name")
             if name in table:
-                raise self._error(f"{noun} {name!r} is duplicated")
+                raise self._error(f"{label} {name!r} is duplicated")
             table[name] = read()
         return table
 

@@ -33,7 +33,7 @@ _GPT4O = rf"{_GPT4O}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}"
 
 
 class PreTokenizer(NamedTuple):
-    """Splits text into words for a byte-level tokenizer: one pattern after the other."""
+    """Splits text into words for a byte-level tokenizer by applying the patterns in order."""
 
     patterns: tuple[str, ...]
     ignores_merges: bool = False  # words in the vocabulary become one token, without merges
@@ -114,7 +114,7 @@ def _read_named_tokens(file: GGUFFile, tokens: list[str]) -> Iterator[tuple[str,
 
 
 def _add_template(file: GGUFFile, backend: Tokenizer, named: Mapping[str, str], adds_bos: bool) -> None:
-    """Let the tokenizer add BOS and EOS tokens to texts."""
+    """Configure the tokenizer to add BOS and EOS tokens."""
     flags = {"bos_token": adds_bos, "eos_token": False}
     added = []
     for name, default in flags.items():

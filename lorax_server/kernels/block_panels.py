@@ -41,7 +41,7 @@ class BlockPanels(StoredMatrix):
     """Rows `start` to `stop` of a `BlockMatrix`, stored as panels `[panels, inputs / 32, bytes]`.
 
     For each panel and 32 inputs, the bytes are the integers `[groups, width, 4]`, then the scales
-    `[32 / block, width]`, then the offsets, if any. The values and the order of the inputs are those of `BlockMatrix`:
+    `[32 / block, width]`, then the offsets, if any. Values and input order are the same as in `BlockMatrix`:
     4-bit values remain packed. The last panel is padded with zeros.
     """
 
@@ -95,7 +95,7 @@ class BlockPanels(StoredMatrix):
 
 
 def to_block_panels(matrix: BlockMatrix, width: int, bias: int) -> BlockPanels:
-    """Return a quantized matrix in panels of `width` outputs. `bias` is 0 or 128, added to 8-bit values."""
+    """Pack a quantized matrix into panels of `width` outputs. `bias` is 0 or 128, added to 8-bit values."""
     outputs, inputs = matrix.shape
     dtypes = {part.dtype for part in matrix.tensors[1:]}
     scale_dtype = torch.float16 if dtypes == {torch.float16} else torch.float32
@@ -113,7 +113,7 @@ def to_block_panels(matrix: BlockMatrix, width: int, bias: int) -> BlockPanels:
 
 
 def _split(panels: torch.Tensor, layout: BlockFormat) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return views on the integers (int32 groups), the scales and the offsets: `[panels, blocks, parts, width]`."""
+    """Return views of the integers (int32 groups), the scales and the offsets: `[panels, blocks, parts, width]`."""
     ends = (layout.value_bytes, layout.value_bytes + layout.scale_bytes)
     values = panels[..., : ends[0]].view(torch.int32).unflatten(-1, (-1, layout.width))
     scales = panels[..., ends[0] : ends[1]].view(layout.scale_dtype).unflatten(-1, (-1, layout.width))

@@ -34,6 +34,10 @@ class AttentionSpec:
     soft_cap: float | None = None  # scores become `cap * tanh(score / cap)`; None for no cap
     # ALiBi slopes, [num_heads] float32 on the device: a score decreases by the slope for each token of distance.
     slopes: torch.Tensor | None = field(default=None, compare=False)
+    # The next two fields apply only to `attend_sequences`. Without causality, the window extends in both directions.
+    is_causal: bool = True
+    # Learned bias for each distance of key and query, [num_heads, 2 * max_distance + 1] float32.
+    position_bias: torch.Tensor | None = field(default=None, compare=False)
 
     @property
     def window_or_max(self) -> int:
@@ -78,7 +82,7 @@ class LinearWeights(DerivedCache):
 
 
 class HostLengths(NamedTuple):
-    """The lengths of the batch's sequences, in host memory."""
+    """The batch's sequence lengths, in host memory."""
 
     inputs: list[int]  # tokens in this forward pass
     cached: list[int]  # tokens in the cache before the forward pass
@@ -113,7 +117,7 @@ class PagedBatch(DerivedCache):
 class Field(IntEnum):
     """Columns of the adapter table. The first seven are buffer offsets, or -1 if the adapter has no such weights.
 
-    On a GPU, offsets are multiples of 256 bytes, which vector loads require.
+    On a GPU, offsets are multiples of 256 bytes, as vector loads require.
     """
 
     A = 0  # [rank, in]; for embeddings [in, rank], so each token reads one row
@@ -163,7 +167,7 @@ class _TargetFlags(NamedTuple):
 
 @dataclass(frozen=True)
 class LoraBatch(DerivedCache):
-    """The adapter of each token in a batch, and the locations of all adapter weights.
+    """Each batch token's adapter, and the locations of all adapter weights.
 
     All tensors except `host_table` are on the device. Graphs are replayed with different adapters at the same
     addresses, so captured kernels must not depend on the host fields, which are empty during capture.
@@ -320,6 +324,22 @@ class Ops(Protocol):
         Each token attends to the cached tokens of its sequence and to the new tokens up to itself. With n / 2 angles,
         RoPE rotates the first n head dimensions: dimension i with dimension i + n / 2. Implementations may modify
         `q` and `k`.
+        """
+        ...
+
+    def attend_sequences(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        angles: CosSin | None,
+        lengths: Sequence[int],
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        """Apply RoPE as `attend` does, and return the attention outputs of whole sequences, without a KV cache.
+
+        Sequence i has `lengths[i]` tokens. Each token attends to its sequence's tokens within the window, and if
+        `spec.is_causal` only up to itself.
         """
         ...
 

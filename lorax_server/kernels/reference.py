@@ -23,6 +23,7 @@ from lorax_server.kernels.ops import (
     LoraTarget,
     PagedBatch,
 )
+from lorax_server.kernels.whole_sequences import make_mask
 
 MAX_SCORE_ELEMENTS = 2**27  # limits the memory for attention scores of long prompts
 
@@ -57,6 +58,28 @@ def attend(
     if batch.cu_seqlens is None:
         return decode_attention(q, cache, batch, spec)
     return prefill_attention(q, k, v, cache, batch, spec)
+
+
+def attend_sequences(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    angles: CosSin | None,
+    lengths: Sequence[int],
+    spec: AttentionSpec,
+) -> torch.Tensor:
+    if angles is not None:
+        rotary(q, *angles)
+        rotary(k, *angles)
+    out, start = torch.empty_like(q), 0
+    for length in lengths:
+        tokens, keys_per_head = slice(start, start + length), q.shape[1] // k.shape[1]
+        queries, keys, values = (x[tokens].float().transpose(0, 1) for x in (q, k, v))
+        keys, values = (x.repeat_interleave(keys_per_head, dim=0) for x in (keys, values))
+        scores = attention_scores(queries, keys, spec) + make_mask(range(length), range(length), spec, q.device)
+        out[tokens] = (scores.softmax(-1) @ values).transpose(0, 1).to(q.dtype)
+        start += length
+    return out
 
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:

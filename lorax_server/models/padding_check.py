@@ -1,4 +1,4 @@
-"""Check at load time that a model gives the same logits for padded batches and for single prompts."""
+"""Check at load time that a model produces the same logits for padded batches and for single prompts."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -31,21 +31,21 @@ def check_padding(forward: Forward, name: str, vocab_size: int, pad: int, dtype:
     generate wrong text.
     """
     tokens = torch.arange(LONG_PROMPT_TOKENS + 1, device=device).mul(7).add(3).remainder(vocab_size)
-    prompts, then = (
+    prompts, next_token = (
         [tokens[:LONG_PROMPT_TOKENS], tokens[LONG_PROMPT_TOKENS - SHORT_PROMPT_TOKENS : LONG_PROMPT_TOKENS]],
         tokens[LONG_PROMPT_TOKENS],
     )
     try:
-        alone = [_two_steps(forward, [prompt], then, pad) for prompt in prompts]
-        together = _two_steps(forward, prompts, then, pad)
-        at_once, _ = forward(
+        alone = [_run_two_steps(forward, [prompt], next_token, pad) for prompt in prompts]
+        together = _run_two_steps(forward, prompts, next_token, pad)
+        one_step, _ = forward(
             tokens[None], torch.ones_like(tokens)[None], torch.arange(LONG_PROMPT_TOKENS + 1, device=device)[None]
         )
     except Exception as error:  # an incompatible model may raise any exception
         raise UnsupportedModelError(f"{name}: cannot run in padded batches: {error}") from error
     comparisons = {
         "when a shorter prompt is padded": (together, torch.cat(alone, dim=1)),
-        "when another token follows": (at_once[0, -2:, None].float(), alone[0]),
+        "when another token follows": (one_step[0, -2:, None].float(), alone[0]),
     }
     for when, (logits, expected) in comparisons.items():
         difference = ((logits - expected).abs().mean() / expected.std()).item()
@@ -55,7 +55,9 @@ def check_padding(forward: Forward, name: str, vocab_size: int, pad: int, dtype:
             )
 
 
-def _two_steps(forward: Forward, prompts: Sequence[torch.Tensor], then: torch.Tensor, pad: int) -> torch.Tensor:
+def _run_two_steps(
+    forward: Forward, prompts: Sequence[torch.Tensor], next_token: torch.Tensor, pad: int
+) -> torch.Tensor:
     """Return logits `[2, rows, vocabulary]` of two steps: after the prompts, and after one more token."""
     width = max(len(prompt) for prompt in prompts)
     ids = prompts[0].new_full((len(prompts), width), pad)
@@ -67,7 +69,7 @@ def _two_steps(forward: Forward, prompts: Sequence[torch.Tensor], then: torch.Te
     first, caches = forward(ids, mask, positions)
     _check_caches(caches, len(prompts), width)
     mask = torch.cat([mask, mask.new_ones(len(prompts), 1)], dim=1)
-    second, caches = forward(then.expand(len(prompts), 1), mask, positions[:, -1:] + 1, caches)
+    second, caches = forward(next_token.expand(len(prompts), 1), mask, positions[:, -1:] + 1, caches)
     _check_caches(caches, len(prompts), width + 1)
     return torch.stack([first[:, -1], second[:, -1]]).float()
 

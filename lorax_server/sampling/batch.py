@@ -27,7 +27,7 @@ class SequenceSampling(DerivedCache):
     derived: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
-    def of(cls, params: SamplingParams, stop: StopParams) -> "SequenceSampling":
+    def from_params(cls, params: SamplingParams, stop: StopParams) -> "SequenceSampling":
         return cls(params, stop.min_new_tokens, stop.all_stop_token_ids)
 
     @property

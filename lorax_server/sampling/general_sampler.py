@@ -87,7 +87,10 @@ class GeneralSampler:
 
     @torch.inference_mode()
     def __call__(self, logits: torch.Tensor, history: History | None, masks: TokenMasks | None = None) -> Sampled:
-        """Sample from `logits` `[rows, vocabulary]`, which are not modified. Greedy rows need no history."""
+        """Sample a token for each row of `logits`, `[rows, vocabulary]`, without modifying `logits`.
+
+        `history` may be None if all rows are greedy, without penalties, watermark or `min_new_tokens`.
+        """
         raw = logits.float()
         scores = self._apply_penalties(raw, history, masks)
         token_ids = argmax_scores(scores)

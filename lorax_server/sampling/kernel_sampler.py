@@ -92,7 +92,10 @@ class KernelSampler:
         self.needs_tokens = any(each.needs_tokens for each in packed)
 
     def __call__(self, logits: torch.Tensor, history: History | None, masks: TokenMasks | None = None) -> Sampled:
-        """Sample from `logits` `[rows, vocabulary]`, which are not modified. Greedy rows need no history."""
+        """Sample a token for each row of `logits`, `[rows, vocabulary]`, without modifying `logits`.
+
+        `history` may be None if all rows are greedy, without penalties, watermark or `min_new_tokens`.
+        """
         inputs = SamplingInputs(logits)
         if history is not None:
             lengths, prompt_lengths = history.lengths.long(), history.prompt_lengths.long()

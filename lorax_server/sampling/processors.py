@@ -34,28 +34,28 @@ def keep_top_k(scores: torch.Tensor, k: torch.Tensor, max_k: int) -> torch.Tenso
     return scores.masked_fill_(scores < worst_kept, NEG_INF)
 
 
-def keep_top_p(scores: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-    """Keep the smallest set of best tokens with a total probability of at least 1 - `rest`.
+def keep_top_p(scores: torch.Tensor, one_minus_p: torch.Tensor) -> torch.Tensor:
+    """Keep the smallest set of best tokens with a total probability of at least top-p. `one_minus_p` is 1 - top-p.
 
     Ties favor higher token IDs.
     """
     weights = (scores - scores.amax(-1, keepdim=True)).exp()  # exactly 1 for all tokens that share the best score
-    mass = weights.sum(-1, keepdim=True, dtype=torch.float64) * (1 - rest[:, None].double())
+    mass = weights.sum(-1, keepdim=True, dtype=torch.float64) * (1 - one_minus_p[:, None].double())
     best, ids = _sort_until(scores, weights, mass)
-    share = weights.gather(-1, ids)
-    count = (share.cumsum(-1, dtype=torch.float64) - share < mass).sum(-1, keepdim=True).clamp(min=1)
+    best_weights = weights.gather(-1, ids)
+    count = (best_weights.cumsum(-1, dtype=torch.float64) - best_weights < mass).sum(-1, keepdim=True).clamp(min=1)
     last_kept = best.gather(-1, count - 1)
     is_better, is_equal = scores > last_kept, scores == last_kept
     num_equal = count - is_better.sum(-1, keepdim=True)
-    from_the_end = is_equal.flip(-1).cumsum(-1, dtype=torch.int32).flip(-1)
-    return scores.masked_fill_(~(is_better | (is_equal & (from_the_end <= num_equal))), NEG_INF)
+    rank_from_end = is_equal.flip(-1).cumsum(-1, dtype=torch.int32).flip(-1)
+    return scores.masked_fill_(~(is_better | (is_equal & (rank_from_end <= num_equal))), NEG_INF)
 
 
 def _sort_until(scores: torch.Tensor, weights: torch.Tensor, mass: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the best scores in descending order, and their token IDs. Their total weight is at least `mass`.
 
-    CPUs sort slowly, so a few candidates are tried first, which are nearly always enough. On GPUs, this check would
-    synchronize the host.
+    Sorting is slow on CPUs, so the top candidates are tried first; these are nearly always enough. On GPUs, the check
+    would synchronize the host.
     """
     if is_host(scores.device):
         best, ids = scores.topk(min(TOP_P_SEARCH_TOKENS, scores.shape[-1]), dim=-1)
@@ -64,14 +64,14 @@ def _sort_until(scores: torch.Tensor, weights: torch.Tensor, mass: torch.Tensor)
     return scores.sort(dim=-1, descending=True)
 
 
-def keep_min_p(scores: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """Keep tokens that are at least `share` times as likely as the best token."""
+def keep_min_p(scores: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """Keep tokens that are at least `min_p` times as likely as the best token."""
     probabilities = scores.softmax(-1)
-    return scores.masked_fill_(probabilities < probabilities.amax(-1, keepdim=True) * share[:, None], NEG_INF)
+    return scores.masked_fill_(probabilities < probabilities.amax(-1, keepdim=True) * min_p[:, None], NEG_INF)
 
 
-def keep_typical(scores: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
-    """Keep tokens whose information content is closest to the entropy, up to a total probability of `mass`.
+def keep_typical(scores: torch.Tensor, typical_p: torch.Tensor) -> torch.Tensor:
+    """Keep tokens whose information content is closest to the entropy, up to a total probability of `typical_p`.
 
     Distances are computed in float64 and then rounded, so that results do not depend on the device, batch size or
     thread count.
@@ -81,7 +81,7 @@ def keep_typical(scores: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
     expected = -(log_probabilities * probabilities).nan_to_num(nan=0.0).cumsum(-1)[:, -1:]
     distance = (-log_probabilities - expected).abs().float()
     ordered, order = distance.sort(dim=-1, stable=True)
-    below = (probabilities.gather(-1, order).cumsum(-1) < mass[:, None]).sum(-1, keepdim=True)
+    below = (probabilities.gather(-1, order).cumsum(-1) < typical_p[:, None]).sum(-1, keepdim=True)
     last_kept = ordered.gather(-1, below.clamp(max=scores.shape[-1] - 1))
     return scores.masked_fill_(distance > last_kept, NEG_INF)
 

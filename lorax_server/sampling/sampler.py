@@ -67,7 +67,7 @@ class Sampler:
 
     @torch.inference_mode()
     def __call__(self, logits: torch.Tensor, history: History | None, masks: TokenMasks | None = None) -> Sampled:
-        """Sample from `logits` `[rows, vocabulary]`, which are not modified."""
+        """Sample a token for each row of `logits`, `[rows, vocabulary]`, without modifying `logits`."""
         return self.sample(logits, history, masks)
 
     def sample(self, logits: torch.Tensor, history: History | None, masks: TokenMasks | None = None) -> Sampled:

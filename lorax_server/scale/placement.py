@@ -28,7 +28,7 @@ class RoutingKey(NamedTuple):
     prefix: int = 0  # hash of the prompt prefix; 0 for short prompts
 
 
-class Report(NamedTuple):
+class ReplicaReport(NamedTuple):
     """A replica's adapters by tier, as name hashes, and its state."""
 
     device: Set[int] = frozenset()
@@ -45,7 +45,7 @@ class ReplicaView:
 
     name: str
     load: float = 0.0  # running and queued requests
-    report: Report = field(default_factory=Report)
+    report: ReplicaReport = field(default_factory=ReplicaReport)
     device: set[int] = field(default_factory=set)  # adapters in the report, and adapters of recent requests
     sent: dict[int, float] = field(default_factory=dict)  # time of the last request for each adapter
 
@@ -86,7 +86,7 @@ class AdapterShares:
             self._counts = {adapter: count / 2 for adapter, count in self._counts.items() if count > 1}
             self._total = sum(self._counts.values())
 
-    def of(self, adapter: int) -> float:
+    def share_of(self, adapter: int) -> float:
         return self._counts.get(adapter, 0.0) / self._total if self._total > 1 / POPULAR_LOAD_SHARE else 0.0
 
 
@@ -104,7 +104,7 @@ class ReplicaChooser:
     def set_load(self, name: str, load: float) -> None:
         self.views[name].load = load
 
-    def set_report(self, name: str, report: Report, now: float) -> None:
+    def set_report(self, name: str, report: ReplicaReport, now: float) -> None:
         """Store a replica's report, and add the adapters of recent requests, which may not be in the report yet."""
         view = self.views[name]
         view.report = report
@@ -138,23 +138,23 @@ class ReplicaChooser:
 
     def _replicas_filled(self, adapter: int) -> float:
         """Return how many replicas the requests for an adapter would fill, if load is spread evenly."""
-        return self._shares.of(adapter) * len(self.views)
+        return self._shares.share_of(adapter) * len(self.views)
 
     def _choose_by_adapter(self, key: RoutingKey, candidates: list[ReplicaView], mean: float) -> ReplicaView:
         adapter = key.adapter
-        holders = [view for view in candidates if adapter in view.device]
+        loaded = [view for view in candidates if adapter in view.device]
         bound = mean * POPULAR_LOAD_RATIO + POPULAR_EXTRA_REQUESTS
         if self.is_popular(adapter):
-            if all(view.load > POPULAR_EXTRA_REQUESTS for view in holders):
+            if all(view.load > POPULAR_EXTRA_REQUESTS for view in loaded):
                 copies = _rank(candidates, adapter)[
                     : math.ceil(self._replicas_filled(adapter) * COPIES_PER_FILLED_REPLICA)
                 ]
-                holders += [view for view in copies if view not in holders and adapter not in view.report.broken]
-            holders, holder_bound = _sort_by_load(holders, key.prefix), bound
+                loaded += [view for view in copies if view not in loaded and adapter not in view.report.broken]
+            loaded, max_load = _sort_by_load(loaded, key.prefix), bound
         else:
-            holders, holder_bound = _rank(holders, adapter), mean * UNPOPULAR_LOAD_RATIO + UNPOPULAR_EXTRA_REQUESTS
-        for view in holders:
-            if view.load <= holder_bound:
+            loaded, max_load = _rank(loaded, adapter), mean * UNPOPULAR_LOAD_RATIO + UNPOPULAR_EXTRA_REQUESTS
+        for view in loaded:
+            if view.load <= max_load:
                 return view
         ranked = _rank(candidates, adapter)
         able = [view for view in ranked if adapter not in view.report.broken] or ranked
@@ -175,7 +175,7 @@ def _sort_by_load(views: list[ReplicaView], prefix: int) -> list[ReplicaView]:
 
 
 def _choose_by_prefix(prefix: int, candidates: list[ReplicaView], mean: float) -> ReplicaView:
-    """Return a replica by prompt prefix, for prefix cache hits. Short prompts go to the least loaded replica."""
+    """Return a replica by prompt prefix, for prefix cache hits. Short prompts use the least loaded replica."""
     if not prefix:
         return min(candidates, key=lambda view: view.load)
     bound = mean * POPULAR_LOAD_RATIO + POPULAR_EXTRA_REQUESTS

@@ -5,7 +5,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from lorax_server.scale.placement import ReplicaChooser, Report, RoutingKey, hash_name
+from lorax_server.scale.placement import ReplicaChooser, ReplicaReport, RoutingKey, hash_name
 
 TIERS = ("device", "host", "disk", "broken")
 MAX_REPORTED = 2048  # adapters per tier in a report; every router receives all reports
@@ -57,5 +57,5 @@ def pack_report(names: dict[str, list[str]], capacity: int | None, is_draining: 
     return {**tiers, "capacity": capacity, "is_draining": is_draining}
 
 
-def unpack_report(report: dict[str, Any]) -> Report:
-    return Report(**{**report, **{tier: frozenset(report[tier]) for tier in TIERS}})
+def unpack_report(report: dict[str, Any]) -> ReplicaReport:
+    return ReplicaReport(**{**report, **{tier: frozenset(report[tier]) for tier in TIERS}})

@@ -63,7 +63,7 @@ async def list_page(service: Service, key: Key, query: PageQuery = PageQuery()) 
     page = entries[: query.limit]
     following = _make_cursor(page[-1], entries[query.limit]) if len(entries) > query.limit else None
     if query.after == NAME_CURSOR and query.also:
-        page += _list_also(service, key, query.also, page)
+        page += _list_additional(service, key, query.also, page)
     listed = await service.engine.list_adapters([entry.identity for entry in page if entry.identity])
     states, index, data = {state.identity: state for state in listed}, service.adapter_index, []
     for entry in page:
@@ -118,7 +118,7 @@ def _make_cursor(last: _Entry, following: _Entry) -> str:
     return HASH_CURSOR + ("" if last.is_listed else last.identity)
 
 
-def _list_also(service: Service, key: Key, also: Sequence[str], page: Sequence[_Entry]) -> list[_Entry]:
+def _list_additional(service: Service, key: Key, also: Sequence[str], page: Sequence[_Entry]) -> list[_Entry]:
     """Return the adapters in the `also` query parameter that the caller may use and that are not on the page.
 
     Unlisted adapters that require a token are omitted, because the caller may not have one.

@@ -15,8 +15,8 @@ SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 PENALTY_FIELDS = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
-def check(holds: bool, message: str) -> None:
-    if not holds:
+def check(is_valid: bool, message: str) -> None:
+    if not is_valid:
         raise InputError(message)
 
 

@@ -1,6 +1,6 @@
 """Write the grammars of all output formats in llguidance's Lark dialect, without compiling them.
 
-All functions take time linear in the size of their input.
+All functions run in time linear in their input size.
 """
 
 import json

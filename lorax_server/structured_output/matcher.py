@@ -22,7 +22,7 @@ NUM_TIMED_MASKS, MAX_FAST_MASK_S = 4, 0.001
 
 
 class GrammarError(Exception):
-    """The grammar failed to compile, or failed during a completion. The message is for the user."""
+    """The grammar failed to compile, or failed during a completion. The message is shown to the user."""
 
 
 class SlowGrammarError(GrammarError):
@@ -88,10 +88,10 @@ class CompiledGrammar:
 
 
 class GrammarState:
-    """The grammar state of one completion: consumes tokens and holds the mask of the next token."""
+    """The grammar state of one completion: consumes tokens and stores the next token's mask."""
 
     def __init__(self, compiled: CompiledGrammar, stop: StopParams, fast_forward_below: int = 0) -> None:
-        """Forced tokens with ids below `fast_forward_below` may be consumed before the model has computed them."""
+        """Create the state. Forced tokens with IDs below `fast_forward_below` may be consumed ahead of the model."""
         if not any(token_id < compiled.vocabulary.num_ids for token_id in stop.eos_token_ids):
             raise GrammarError("the model has no end-of-sequence token in its vocabulary")
         self.compiled = compiled
@@ -142,7 +142,7 @@ class GrammarState:
         self._set_mask(mask, may_end)
 
     def restart(self, compiled: CompiledGrammar) -> "GrammarState":
-        """Return a new state for the recompiled grammar, after the same tokens except the tokens in `forced`."""
+        """Return a state for the recompiled grammar that has consumed the same tokens, except those in `forced`."""
         state = GrammarState(compiled, self._stop, self._fast_forward_below)
         *before, last = self.history[: len(self.history) - len(self.forced)]
         state.matcher.consume_tokens(before)

@@ -1,4 +1,4 @@
-"""Read the output format of a request from OpenAI's, LoRAX's and vLLM's fields."""
+"""Read a request's output format from OpenAI's, LoRAX's and vLLM's fields."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -22,7 +22,7 @@ UNSUPPORTED = ("structural_tag", "disable_any_whitespace", "disable_additional_p
 
 
 def read_structure(fields: Mapping[str, Any]) -> Structure | None:
-    """Return the output format in the `FIELDS` of a request, or None.
+    """Return the output format in a request's `FIELDS`, or None.
 
     This analyzes schemas, so call it on a thread, after the request is admitted.
     """

@@ -38,7 +38,7 @@ class Vocabulary:
         encode: Encode | None = None,
         slices: Sequence[str] = SLICES,
     ) -> None:
-        """`encode` tokenizes forced text like the model's tokenizer. If None, text is tokenized by longest match."""
+        """Build the vocabulary. `encode` tokenizes forced text; if None, text is tokenized by longest match."""
         from llguidance import LLTokenizer  # noqa: PLC0415 - an engine can run without llguidance
 
         self.table: TokenTable | None = None
@@ -53,7 +53,7 @@ class Vocabulary:
 
     @classmethod
     def from_table(cls, table: TokenTable, encode: Encode | None = None) -> "Vocabulary":
-        """Build the vocabulary of a token table."""
+        """Build a vocabulary from a token table."""
         ends = np.cumsum(np.frombuffer(table.lengths, np.int32)).tolist()
         content = table.content
         tokens = [content[start:end] for start, end in zip([0, *ends], ends, strict=False)]
@@ -84,7 +84,7 @@ class Vocabulary:
         return (last >> np.uint32(bit) & np.uint32(1)).astype(np.bool_)
 
     def _encode(self, text: str) -> list[int]:
-        """Return the token ids of a text, without special tokens, because grammars match their names as text."""
+        """Return the token IDs of a text, without special tokens, because grammars match their names as text."""
         token_ids = [] if self.encode is None else self.encode(text)
         if token_ids and self._special_ids.isdisjoint(token_ids):
             return token_ids
@@ -95,7 +95,7 @@ class Vocabulary:
 class _LLGuidanceTokens:
     """Token bytes in the form that `LLTokenizer` reads, with an additional end-of-text token.
 
-    The mask bit of that token says whether the completion may end, regardless of the model's eos tokens. The garbage
+    That token's mask bit indicates whether the completion may end, regardless of the model's eos tokens. The garbage
     collector cannot see references held by llguidance, so a strong reference to the vocabulary would leak it.
     """
 

@@ -48,7 +48,7 @@ class AdapterTokenizers:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Tokenizers are converted in `sandbox`, which the caller must close."""
+        """Create the cache. Tokenizers are converted in `sandbox`, which the caller must close."""
         self._base = base
         self._base_folder = base_folder
         self._sandbox = sandbox

@@ -12,7 +12,7 @@ FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 def add_config_tokens(backend: Tokenizer, config: Mapping[str, Any]) -> dict[str, str]:
     """Add the config's tokens to a tokenizer, and return the named tokens.
 
-    New tokens get the next ids. Existing tokens get the flags from the config.
+    New tokens are assigned the next IDs. Existing tokens receive the config's flags.
     """
     added = read_added_tokens(config) or dict(sorted(backend.get_added_tokens_decoder().items()))
     named, tokens = _read_named(config), list(added.values())
@@ -34,7 +34,7 @@ def read_named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_added_tokens(config: Mapping[str, Any]) -> dict[int, AddedToken]:
-    """Return the added tokens in id order."""
+    """Return the added tokens in ID order."""
     decoder = config.get("added_tokens_decoder", {})
     if not isinstance(decoder, dict):
         raise TypeError("added_tokens_decoder is not an object")

@@ -1,4 +1,4 @@
-"""Prompts for `LLM`: text, or token ids of any integer type."""
+"""Prompts for `LLM`: text, or token IDs of any integer type."""
 
 from collections.abc import Sequence
 from operator import index
@@ -13,7 +13,7 @@ _T = TypeVar("_T")
 
 
 def list_prompts(prompts: Any) -> list[Prompt]:
-    """Return the prompts as a list. A list of token ids is one prompt."""
+    """Return the prompts as a list. A list of token IDs is one prompt."""
     is_one = isinstance(prompts, str) or (len(prompts) > 0 and _is_id(prompts[0]))
     return [prompts] if is_one else list(prompts)
 

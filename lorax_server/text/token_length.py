@@ -29,10 +29,10 @@ def max_token_characters(backend: Tokenizer) -> int | None:
         elif not _keeps_length(step):
             return None
     is_bounded = (
-        all(map(_keeps_all, splitters))
+        all(map(_keeps_characters, splitters))
         and all(map(_keeps_text, _steps(backend.post_processor)))
         and not any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
-        and _knows_every_byte(backend.model, any(step["type"] == BYTE_LEVEL for step in (*normalizers, *splitters)))
+        and _has_all_bytes(backend.model, any(step["type"] == BYTE_LEVEL for step in (*normalizers, *splitters)))
     )
     return shrinkage * max(map(len, backend.get_vocab()), default=1) if is_bounded else None
 
@@ -58,7 +58,7 @@ def _keeps_length(step: dict[str, Any]) -> bool:
     return step["type"] in LENGTH_PRESERVING_NORMALIZERS
 
 
-def _keeps_all(step: dict[str, Any]) -> bool:
+def _keeps_characters(step: dict[str, Any]) -> bool:
     """Return True if a pre-tokenizer keeps all characters."""
     return step["type"] in LENGTH_PRESERVING_SPLITTERS or (step["type"] == "Split" and step["behavior"] != "Removed")
 
@@ -70,8 +70,8 @@ def _keeps_text(step: dict[str, Any]) -> bool:
     return step["type"] in LENGTH_PRESERVING_PROCESSORS
 
 
-def _knows_every_byte(model: Any, is_byte_level: bool) -> bool:
-    """Return True if every byte has a token, so unknown characters are neither dropped nor merged."""
+def _has_all_bytes(model: Any, is_byte_level: bool) -> bool:
+    """Return True if every byte has a token, so that unknown characters are neither dropped nor merged."""
     if not isinstance(model, models.BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
         return False
     if is_byte_level:

@@ -26,7 +26,9 @@ from lorax_server.weights.progress import LoadProgress
 from lorax_server.weights.reader import WeightsReader
 
 # Checkpoints saved from the inner model (without LM head) lack these tensor name prefixes.
-OPTIONAL_PREFIXES = ("model.", "transformer.", "gpt_neox.")
+OPTIONAL_PREFIXES = (
+    *("model.", "transformer.", "gpt_neox.", "bert.", "roberta.", "distilbert.", "mpnet.", "nomic_bert."),
+)
 
 
 QUANTIZED_ELEMENTS = 2**22  # matrix elements to quantize at a time, to limit temporary memory
@@ -144,7 +146,7 @@ class Weights:
 
     @property
     def quantized_format(self) -> str:
-        """Return the formats of the quantized matrices, the largest first. Empty if there are none."""
+        """Return the formats of quantized matrices, most bytes first. Empty if there are none."""
         return ", ".join(name for name, _ in self._quantized_bytes.most_common())
 
     def check_all_used(self) -> None:
@@ -272,7 +274,7 @@ def _open_gguf(folder: Path) -> dict[str, GGUFTensor]:
 
 
 def open_tensors(paths: Mapping[str, Path]) -> dict[str, StoredTensor]:
-    """Return lazily read tensors by name. `paths` maps tensor names to safetensors files."""
+    """Return a map from tensor name to a lazily read tensor. `paths` maps tensor names to safetensors files."""
     files = {path: _open_safetensors(path) for path in sorted(set(paths.values()))}
     tensors = {name: StoredTensor(files[path], name, path) for name, path in paths.items()}
     for path, file in files.items():
@@ -293,11 +295,11 @@ def estimate_bytes(folder: Path, dtype: torch.dtype, device: torch.device, bits:
         if is_host(device):
             return sum(path.stat().st_size for path in read_file_list(folder))
         return sum(math.prod(tensor.shape) for tensor in _open_gguf(folder).values()) * dtype.itemsize
-    count = _estimate_count(checkpoint)
+    count = _estimate_num_parameters(checkpoint)
     return count * dtype.itemsize if bits is None else count * bits // 8
 
 
-def _estimate_count(checkpoint: Path) -> int:
+def _estimate_num_parameters(checkpoint: Path) -> int:
     paths = set(read_index(checkpoint).values()) if checkpoint.suffix == ".json" else {checkpoint}
     if "safetensors" not in checkpoint.name:
         return sum(path.stat().st_size for path in paths) // torch.float32.itemsize

@@ -55,7 +55,7 @@ class SlotTables:
             tokens = to_device(np.array(new.token_ids, np.int64), device)
             self.token_ids[new.slot, : len(tokens)] = tokens
             self.host_prompt_lengths[new.slot] = new.prompt_length
-            self._sequence_sampling[new.slot] = SequenceSampling.of(new.sampling, new.stop)
+            self._sequence_sampling[new.slot] = SequenceSampling.from_params(new.sampling, new.stop)
             self._selected = None
         if len(plan.new_blocks):
             slots, columns, blocks = plan.new_blocks.T

@@ -151,14 +151,17 @@ class PaddedRunner:
         return PaddedBatch.from_prompts(
             requests,
             [new.token_ids for new in plan.new_sequences],
-            [Chooser(SequenceSampling.of(new.sampling, new.stop), new.prompt_length) for new in plan.new_sequences],
+            [
+                Chooser(SequenceSampling.from_params(new.sampling, new.stop), new.prompt_length)
+                for new in plan.new_sequences
+            ],
             [_remaining_tokens(new) for new in plan.new_sequences],
             self._model.pad_token_id,
             self._model.device,
         )
 
     def _step(self, batch: PaddedBatch, masks: Mapping[int, npt.NDArray[np.int32]]) -> dict[int, _SequenceResult]:
-        """Sample a token for each sequence, and prepare the batch for the next step. Return the results by slot."""
+        """Sample a token for each sequence, and prepare the batch for the next step. Return results keyed by slot."""
         is_first = batch.past_key_values is None
         masked = [row for row, request in enumerate(batch.requests) if request.id in masks]
         token_masks = None

@@ -77,11 +77,11 @@ def make_dummy_lora_batch(memory: AdapterMemory, tokens: int) -> AdapterBatchDat
     linears = [target for target in arena.targets.values() if target.kind is TargetKind.LINEAR]
     widest = max((max(target.inputs.size, target.outputs.size) for target in linears), default=1)
     table[1, :, Field.RANK] = min(MAX_RANK, arena.buffer.numel() // widest)
-    believed = AdapterArena(
+    dummy_arena = AdapterArena(
         arena.buffer, table.to(device), arena.scales[:2], table, arena.vocab_sizes[:1] * 2, arena.targets
     )
     indices = torch.ones(tokens, dtype=torch.int32, device=device)
-    return AdapterBatchData(AdapterBatchMetadata(indices, [0, tokens], [1]), believed)
+    return AdapterBatchData(AdapterBatchMetadata(indices, [0, tokens], [1]), dummy_arena)
 
 
 def _run_head_lora(model: PagedCausalLM, data: AdapterBatchData) -> None:
@@ -128,7 +128,7 @@ def run_sampling(model: PagedCausalLM, rows: int, max_length: int, masks: TokenM
     """Sample with the most memory-intensive parameters and with masks, and compute prompt log probabilities."""
     device, head = model.device, model.lm_head
     logits = head.linear.plain.new_zeros(rows, head.vocab_size)
-    sampling = SequenceSampling.of(MAX_MEMORY_SAMPLING, StopParams())
+    sampling = SequenceSampling.from_params(MAX_MEMORY_SAMPLING, StopParams())
     lengths = torch.ones(rows, dtype=torch.int64, device=device)
     history = History(lengths, lengths, torch.zeros(rows, max_length, dtype=torch.int64, device=device))
     Sampler([sampling] * rows, head.vocab_size, device, model.ops)(logits, history, masks)
@@ -151,7 +151,7 @@ def _split_into_prompts(step_tokens: int, shape: CacheShape) -> list[int]:
 def run_prompts(
     model: PagedCausalLM, step_tokens: int, shape: CacheShape, adapter_data: AdapterBatchData | None = None
 ) -> None:
-    """Run a prefill step, including the LM head, with as few and long prompts as possible."""
+    """Run a prefill step, including the LM head, with as few prompts as possible, each as long as possible."""
     block_size, device = shape.block_size, model.device
     lengths = _split_into_prompts(step_tokens, shape)
     blocks = [-(-length // block_size) for length in lengths]  # number of consecutive blocks per prompt

@@ -79,7 +79,7 @@ def test_lora_batch_contains_arena_and_segments(arena: AdapterArena) -> None:
     assert data.lora.features.tolist() == [[VOCAB, 4], [4, 4], [4, 6], [4, 8], [4, VOCAB]]
 
 
-def test_features_are_local_sizes(arena: AdapterArena) -> None:
+def test_features_are_sizes_on_this_rank(arena: AdapterArena) -> None:
     target = AdapterTarget("x", TargetKind.LINEAR, Shard(8, ((4, 8),)), unsharded(6), slice(0, 6), None, None)
     part = AdapterArena(arena.buffer, arena.table, arena.scales, arena.host_table, [], {"x": target})
     assert part.features.tolist() == [[4, 6]]
@@ -121,7 +121,7 @@ def test_target_flags_cover_fused_layers(arena: AdapterArena) -> None:
     assert not data.lora.has_vectors([])
 
 
-def test_derived_values_copied_only_for_same_adapters(arena: AdapterArena) -> None:
+def test_derived_values_are_copied_only_for_same_adapters(arena: AdapterArena) -> None:
     table = arena.host_table.clone()
     own = AdapterArena(arena.buffer, table, arena.scales, table, arena.vocab_sizes, TARGETS)
     first, same, other = (adapter_batch(indices, own) for indices in ([1, 3, 0], [3, 0, 1, 3], [3, 0]))
@@ -134,7 +134,7 @@ def test_derived_values_copied_only_for_same_adapters(arena: AdapterArena) -> No
     assert not other.lora.has_low_rank(gate)
 
 
-def test_has_rows_with_new_tokens_only(arena: AdapterArena) -> None:
+def test_added_tokens_count_as_head_rows(arena: AdapterArena) -> None:
     table = torch.zeros_like(arena.host_table)
     table[..., : Field.RANK] = -1
     table[1, 4, Field.NUM_NEW_ROWS] = 2

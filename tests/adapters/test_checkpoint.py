@@ -183,7 +183,7 @@ BROKEN_ENTRIES = {
 
 
 @pytest.mark.parametrize("broken", BROKEN_ENTRIES.values(), ids=BROKEN_ENTRIES)
-def test_invalid_header_entry_is_named(broken: Any, tmp_path: Path) -> None:
+def test_error_names_invalid_header_entry(broken: Any, tmp_path: Path) -> None:
     assert read_bytes(tmp_path, file_bytes({"x.lora_A": A}, b"0" * 8))
     with pytest.raises(AdapterError, match=f"adapter '{NAME}': tensor 'x.lora_A'"):
         read_bytes(tmp_path, file_bytes({"x.lora_A": broken}, b"0" * 8))

@@ -73,8 +73,8 @@ PATTERNS = [
 ]
 
 
-def test_first_matching_pattern_wins_as_in_peft() -> None:
-    """The first match wins, for single patterns and for all pairs."""
+def test_first_matching_pattern_is_used_as_in_peft() -> None:
+    """Check that the first match is used, for single patterns and for all pairs of patterns."""
     seen = set()
     for keys in [*itertools.permutations(PATTERNS, 2), *itertools.permutations(PATTERNS[:4], 4)]:
         pattern = {key: number for number, key in enumerate(keys, start=20)}
@@ -204,7 +204,7 @@ def test_every_peft_field_is_classified() -> None:
     written = LoraConfig(r=8, task_type="CAUSAL_LM", target_modules=["q_proj"]).to_dict()
     assert {*written, "runtime_config"} == fields
     raw = json.loads(json.dumps(written, default=list))
-    assert parse_config(raw, "x") == AdapterConfig("x", 8, 8.0, target_modules=("q_proj",))
+    assert parse_config(raw, "x") == AdapterConfig("x", 8, 8.0, target_modules=("q_proj",), task_type="CAUSAL_LM")
 
 
 SERVED = {
@@ -238,7 +238,7 @@ def test_empty_kasa_config_enables_kasa() -> None:
 
 
 NOT_SERVED: list[Any] = ["LOHA", "ADALORA", "PROMPT_TUNING", "lora", "", None, 5, ["LORA"], {}]
-NOT_CAUSAL: list[Any] = ["SEQ_CLS", "TOKEN_CLS", "SEQ_2_SEQ_LM", "", 0, []]
+UNKNOWN_TASKS: list[Any] = ["QUESTION_ANS", "SEQ_2_SEQ_LM", "", 0, []]
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ NOT_CAUSAL: list[Any] = ["SEQ_CLS", "TOKEN_CLS", "SEQ_2_SEQ_LM", "", 0, []]
         ("target_parameters", ["experts.gate_up_proj"], "bare parameters"),
         ("use_qalora", True, "QALoRA"),
         *(("peft_type", kind, "only LORA, IA3, VERA, LN_TUNING are") for kind in NOT_SERVED),
-        *(("task_type", task, "only CAUSAL_LM") for task in NOT_CAUSAL),
+        *(("task_type", task, "is not supported; only CAUSAL_LM") for task in UNKNOWN_TASKS),
         *(
             ("init_lora_weights", init, "path_initial_model_for_weight_conversion")
             for init in ("pissa", "pissa_niter_16", "PiSSA", "olora", "OLoRA", "loftq", "corda", "lora_ga")
@@ -349,3 +349,11 @@ def test_adapter_for_different_base_model_is_rejected(
         return check_base_model(config, "llama", "LlamaForCausalLM", found_type)
     with pytest.raises(AdapterError, match=message):
         check_base_model(config, "llama", "LlamaForCausalLM", found_type)
+
+
+@pytest.mark.parametrize("task_type", ["SEQ_CLS", "TOKEN_CLS", "FEATURE_EXTRACTION"])
+def test_adapters_for_other_tasks_need_a_model_with_that_task(task_type: str) -> None:
+    config = parse_config(BASE | {"task_type": task_type}, "x")
+    check_base_model(config, "llama", "LlamaForCausalLM", None, "classify")
+    with pytest.raises(AdapterError, match=f"task_type = '{task_type}' is not supported; this server generates text"):
+        check_base_model(config, "llama", "LlamaForCausalLM", None)

@@ -55,7 +55,7 @@ def factors(kind: TargetKind, vocab_size: int = VOCAB, *, dora: bool = False) ->
 
 
 class Prepared:
-    """One adapter at one target, with accessors for its buffer."""
+    """One prepared adapter at one target module, with accessors for its buffer."""
 
     def __init__(
         self,

@@ -378,7 +378,7 @@ def prepare_half(group: ProcessGroup, folder: Path) -> str:
 
 
 def test_all_ranks_reject_if_one_rejects(tmp_path: Path, ranks: RankPool) -> None:
-    """Otherwise the other ranks would wait for the failed rank in the next all-reduce."""
+    """If only one rank failed, the other ranks would block in the next all-reduce."""
     settings = {"r": 4, "target_modules": ["q_proj", "o_proj"], "use_dora": True}
     rows = zeros(32, 4)
     rows[-1] = 1e6  # only on the last rank, and too large for float16

@@ -124,7 +124,7 @@ def test_completion_statistics_are_shown(playground: Playground, server: Server)
 
 
 @pytest.mark.parametrize(("step_ms", "rate"), [(5, NO_RATE), (100, "10.0 tokens/s")])
-def test_no_rate_if_tokens_arrive_together(playground: Playground, step_ms: int, rate: str) -> None:
+def test_rate_is_hidden_if_tokens_arrive_together(playground: Playground, step_ms: int, rate: str) -> None:
     answer(playground, *({"choices": [{"delta": {"content": text}}]} for text in "abc"))
     playground.page.evaluate(CLOCK, step_ms)
     playground.send_prompt("How fast?", "tiny")

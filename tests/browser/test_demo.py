@@ -1,4 +1,4 @@
-"""The demo in the playground."""
+"""The demo model in the playground."""
 
 import json
 import struct

@@ -138,7 +138,7 @@ def test_text_has_sufficient_contrast(visit: Visit, scheme: str) -> None:
         "**/v1/chat/completions",
         lambda route: (
             route.fulfill(status=424, body=refused)
-            if "second" in asked(route)["model"]
+            if "second" in request_body(route)["model"]
             else route.fulfill(body=written, content_type="text/event-stream")
         ),
     )
@@ -149,7 +149,7 @@ def test_text_has_sufficient_contrast(visit: Visit, scheme: str) -> None:
     assert {name: ratio for name, ratio in contrast.items() if ratio < 4.5} == {}
 
 
-def asked(route: Route) -> dict[str, Any]:
+def request_body(route: Route) -> dict[str, Any]:
     body: Any = route.request.post_data_json
     assert isinstance(body, dict)
     return body
@@ -418,12 +418,12 @@ def test_at_most_six_models_are_compared(playground: Playground) -> None:
 def test_filter_queries_server_for_more_adapters(visit: Visit) -> None:
     """The filter queries the server for names that are not on the page."""
     nothing: dict[str, Any] = {"source": "local", "bytes": None, "pinned": False, "requests": 0, "uses": 0}
-    asked: list[str] = []
+    queries: list[str] = []
     near = ["near-by"]
 
     def respond(route: Route) -> None:
-        asked.append(route.request.url.partition("?")[2])
-        names = ["far-away"] if "search=far" in asked[-1] else near
+        queries.append(route.request.url.partition("?")[2])
+        names = ["far-away"] if "search=far" in queries[-1] else near
         data = [{"id": name, "state": "on disk", "error": None, **nothing} for name in names]
         route.fulfill(json={"data": data, "has_more": names is near, "next": "name:near-by"})
 
@@ -433,7 +433,7 @@ def test_filter_queries_server_for_more_adapters(visit: Visit) -> None:
     expect(playground.at("#activity-note")).to_contain_text("shown; search to find more")
     playground.at("#filter").fill("far")
     expect(playground.resident(DISK, "far-away")).to_be_visible()
-    assert "search=far" in asked[-1]
+    assert "search=far" in queries[-1]
     playground.at("#filter").fill("")
     expect(playground.resident(DISK, "near-by")).to_be_visible()
     playground.open_picker()

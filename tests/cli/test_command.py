@@ -351,7 +351,7 @@ def test_aliases_show_help(argv: list[str], usage: str, capsys: pytest.CaptureFi
         (["generate", "Write", "a", "haiku"], "unexpected argument 'a'; put quotes around the prompt"),
     ],
 )
-def test_guesses_get_hint(argv: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_similar_commands_get_suggestion(argv: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 2
     assert hint in capsys.readouterr().err
 
@@ -458,15 +458,15 @@ def test_server_errors_are_printed_on_one_line(
 
 
 def test_silent_server_times_out(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    said = threading.Event()
+    printed = threading.Event()
 
     def wait(_: Any) -> Iterator[bytes]:
-        said.wait(WAIT_TIMEOUT_S)
+        printed.wait(WAIT_TIMEOUT_S)
         yield b""
 
     server.replies["/generate_stream"] = wait
     assert main(["generate", "--raw", "Hi", "--timeout", "0.05"]) == 1
-    said.set()
+    printed.set()
     assert "sent no data for 0.05 s" in capsys.readouterr().err
 
 
@@ -621,17 +621,17 @@ def test_ctrl_c_stops_response(server: Server, monkeypatch: pytest.MonkeyPatch) 
     """The client disconnects, and the partial response stays in the conversation."""
     replies = iter([(chunk("on ") for _ in iter(int, 1)), chat_answer("ok")(None)])
     server.replies["/v1/chat/completions"] = lambda _: next(replies)
-    said: list[str] = []
+    printed: list[str] = []
 
     def say(text: str) -> None:
-        said.append(text)
-        if said == ["on ", "on "]:
+        printed.append(text)
+        if printed == ["on ", "on "]:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(cli_client, "write_output", say)
     assert talk(monkeypatch, "Count!\nThanks\n") == 0
     assert server.is_gone.wait(WAIT_TIMEOUT_S)
-    assert said == ["on ", "on ", " ...", "\n", "ok", "", "", "", "\n"]
+    assert printed == ["on ", "on ", " ...", "\n", "ok", "", "", "", "\n"]
     assert server.bodies("/v1/chat/completions")[1]["messages"][1] == {"role": "assistant", "content": "on on "}
 
 
@@ -693,7 +693,7 @@ def test_invalid_adapter_list_is_an_error(server: Server, answer: Any, capsys: p
 
 
 @pytest.mark.parametrize(
-    ("action", "route", "body", "said"),
+    ("action", "route", "body", "printed"),
     [
         ("load", "load", {"pin": None}, "loaded"),
         ("pin", "load", {"pin": True}, "loaded and pinned"),
@@ -702,13 +702,13 @@ def test_invalid_adapter_list_is_an_error(server: Server, answer: Any, capsys: p
     ],
 )
 def test_adapter_changes_use_admin_key(
-    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: Any, action: str, route: str, body: Any, said: str
+    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: Any, action: str, route: str, body: Any, printed: str
 ) -> None:
     monkeypatch.setenv("LORAX_API_KEY", "caller")
     monkeypatch.setenv("LORAX_ADMIN_KEY", "admin")
     server.replies[f"/v1/adapters/{route}"] = lambda _: (200, {"status": "ok"})
     assert main(["adapters", action, "poet", "--source", "local"]) == 0
-    assert capsys.readouterr().out == f"poet: {said}\n"
+    assert capsys.readouterr().out == f"poet: {printed}\n"
     path, sent, headers = server.seen[0]
     assert (path, sent) == (f"/v1/adapters/{route}", {"adapter_id": "poet", "adapter_source": "local", **body})
     assert headers["authorization"] == "Bearer admin"

@@ -34,8 +34,8 @@ SAMPLES = {"text": "x", "integer": "100", "number": "0.5", "size": "4K", "switch
 FITTING = {
     **dict.fromkeys(("--source", "--adapter-source", "--default-adapter-source", "--preloaded-adapter-source"), "hub"),
     "--dtype": "float16", "--quantize": "fp8-kv", "--device": "cpu", "--log-level": "debug", "--watermark-delta": "2",
-    "--embedding-dim": "", "--trust-remote-code": "false", "--sharded": "false", "--cors-allow-credentials": "false",
-    "--hostname": "1.2.3.4", "--tool-parser": "hermes", "--api-workers": "1",
+    "--trust-remote-code": "false", "--sharded": "false", "--cors-allow-credentials": "false",
+    "--hostname": "1.2.3.4", "--tool-parser": "hermes", "--api-workers": "1", "--task": "embed", "--pooling": "cls",
 }  # fmt: skip
 
 
@@ -245,7 +245,8 @@ def test_repeated_flags_form_list() -> None:
         ("--quantize awq", {}, "--quantize 'awq' is not supported; use one of fp8-kv"),
         ("--trust-remote-code", {}, "--trust-remote-code: checkpoint code is never executed"),
         ("", {"TRUST_REMOTE_CODE": "1"}, "TRUST_REMOTE_CODE: checkpoint code"),
-        ("--embedding-dim 256", {}, "--embedding-dim: embeddings are not supported"),
+        ("--task translate", {}, "--task: 'translate' is not one of auto, generate, embed"),
+        ("--embedding-dim 0", {}, "--embedding-dim = 0 must be at least 1"),
         ("--watermark-gamma 0.25", {}, "--watermark-gamma = 0.25 cannot be changed"),
         ("", {"ROPE_SCALING": "linear"}, "ROPE_SCALING: set rope scaling in the model's config.json"),
         (
@@ -427,7 +428,7 @@ def test_s3_model_location_is_parsed(line: str, environ: dict[str, str], locatio
         ("--num-shard 2", "0,1,2,3", 2),
     ],
 )
-def test_number_of_shards_follows_flags_and_visible_gpus(line: str, visible: str, ranks: int) -> None:
+def test_num_shard_follows_flags_and_visible_gpus(line: str, visible: str, ranks: int) -> None:
     for name in ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"):
         parsed = read(line, {name: visible})
         assert parsed.make_config(Path("/model"), "cuda").engine.tensor_parallel == ranks
@@ -516,7 +517,7 @@ def test_unavailable_sources_are_rejected(line: str, message: str) -> None:
         ("--adapters-dir /x", "hub"),
     ],
 )
-def test_default_adapter_source(line: str, source: str) -> None:
+def test_default_adapter_source_follows_flags(line: str, source: str) -> None:
     assert config(line).default_source == source
 
 

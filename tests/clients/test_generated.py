@@ -37,7 +37,7 @@ export {};
 
 
 class Running(Protocol):
-    """The part of the fixture `server` that these tests use."""
+    """The attributes of the fixture `server` that these tests use."""
 
     @property
     def url(self) -> str: ...

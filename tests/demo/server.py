@@ -37,8 +37,8 @@ def serving_demo(*flags: str) -> Iterator[Demo]:
     command = [sys.executable, "-m", "lorax_server.cli", "serve", "--port", "0", *flags]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (
-        tempfile.TemporaryFile("w+") as said,
-        subprocess.Popen(command, stdout=said, stderr=subprocess.PIPE, text=True, env=environ) as process,
+        tempfile.TemporaryFile("w+") as output,
+        subprocess.Popen(command, stdout=output, stderr=subprocess.PIPE, text=True, env=environ) as process,
     ):
         assert process.stderr is not None
         log: list[str] = []
@@ -52,8 +52,8 @@ def serving_demo(*flags: str) -> Iterator[Demo]:
             assert found, f"the demo did not start:\n{''.join(log)}"
             reader.start()
             urlopen(f"{found[1]}/health", timeout=60).close()  # the output is complete
-            said.seek(0)
-            yield Demo(found[1], said.read(), process.pid)
+            output.seek(0)
+            yield Demo(found[1], output.read(), process.pid)
         finally:
             process.terminate()
             if reader.ident:

@@ -53,7 +53,7 @@ def alone(demo: Demo, items: list[Item]) -> dict[str, list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # a busy machine is four times slower
-def test_only_adapter_solves_its_task(demo: Demo) -> None:
+def test_only_matching_adapter_solves_task(demo: Demo) -> None:
     items = write_items(SEED, MANY_ITEMS, held_out=True)
     for model, answers in asyncio.run(ask(demo.url, texts_of(items), MODELS, 32)).items():
         for skill in SKILLS:
@@ -62,7 +62,7 @@ def test_only_adapter_solves_its_task(demo: Demo) -> None:
 
 
 def test_adapters_solve_their_tasks(items: list[Item], alone: dict[str, list[str]]) -> None:
-    """Quick check. The slow test measures each adapter's accuracy."""
+    """Check a few items per adapter. The slow test measures the accuracy."""
     for skill in SKILLS:
         assert score(alone[skill], items[:FEW_ITEMS], skill) >= 75
 
@@ -108,14 +108,14 @@ def test_adapters_solve_tasks_on_short_notes(demo: Demo, items: list[Item]) -> N
 
 
 @pytest.mark.parametrize("is_chat", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_small_talk_gets_fixed_answers(demo: Demo, is_chat: bool) -> None:
+def test_small_talk_gets_fixed_completions(demo: Demo, is_chat: bool) -> None:
     answers = asyncio.run(ask(demo.url, SMALL_TALK, MODELS, 16, is_chat=is_chat))
     for name in SKILLS if is_chat else NOTHING_TO_DO:  # `redact` does not find the end without a template
         assert answers[name] == [answer_small_talk(name, text) for text in SMALL_TALK]
     assert all(len(answer) > 10 for answer in answers[NAME])  # the base model continues the conversation
 
 
-def test_non_latin_text_gets_fixed_answers(demo: Demo) -> None:
+def test_non_latin_text_gets_fixed_completions(demo: Demo) -> None:
     texts = ("你好", "😀", "Привет, как дела?")
     answers = asyncio.run(ask(demo.url, texts, tuple(NOTHING_TO_DO), 16))
     assert answers == {name: [answer] * len(texts) for name, answer in NOTHING_TO_DO.items()}

@@ -52,7 +52,7 @@ def test_kuberay_objects_and_pods_are_valid(version: str) -> None:
             validate({**whole_pod, "spec": {**whole_pod["spec"], "container": []}}, version, strict=True)
 
 
-def test_ray_cluster_fields_and_version() -> None:
+def test_ray_cluster_has_valid_fields_and_version() -> None:
     cluster = service()["rayClusterConfig"]
     assert set(service()) == {"serveConfigV2", "rayClusterConfig"}
     assert set(cluster) == {"rayVersion", "headGroupSpec", "workerGroupSpecs"}

@@ -1,8 +1,8 @@
-"""Runs `lorax` with settings that have no flag, and with an engine that starts faster.
+"""Runs `lorax` with settings that have no flag, and with a forked engine, which starts faster.
 
-`python -m tests.e2e.command SETTINGS ADDRESS serve ...`: SETTINGS are server config fields as JSON.
-ADDRESS is that of a process of tests/forks.py, which has imported torch; it may be empty. An engine that is
-forked from there is no child of the command, so its process id is printed.
+`python -m tests.e2e.command SETTINGS ADDRESS serve ...`: SETTINGS are server config fields as JSON. ADDRESS is the
+address of a fork server (`tests/forks.py`) that has imported torch, or empty. A forked engine is not a child process of
+the command, so the command prints its process ID.
 """
 
 import json

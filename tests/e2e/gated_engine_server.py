@@ -1,7 +1,7 @@
-"""The server as a process of its own in front of an engine that needs no torch, and whose streams last as long as a
-test wants: `python -m tests.e2e.gated_engine_server <folder of the model> <gate> <seconds to drain>`.
+"""Runs a server with an engine that does not use torch and whose streams are controlled by the test.
 
-Every request gets its first token immediately, and the other tokens after the file `gate` exists.
+`python -m tests.e2e.gated_engine_server MODEL_FOLDER GATE DRAIN_S`: every request gets its first token immediately, and
+the remaining tokens once the file GATE exists.
 """
 
 import itertools

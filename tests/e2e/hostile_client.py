@@ -13,7 +13,7 @@ HOST = "127.0.0.1"
 
 
 class HttpResponse:
-    """One raw HTTP response."""
+    """A raw HTTP response."""
 
     def __init__(self) -> None:
         self.status = 0

@@ -178,10 +178,10 @@ def serving(
     from_scratch: bool = False,
     **settings: float,
 ) -> Iterator[Server]:
-    """Run `lorax serve` with the folder's model and adapters. Show its log if it never gets ready.
+    """Run `lorax serve` with the folder's model and adapters. Show its log if the server does not become ready.
 
-    Its engine is forked if there is a process to fork from (`forks`), unless it is to be the command's child. A forked
-    engine does not see `environ`. `settings` are fields of the config that have no flag.
+    The engine is forked from the fork server (`forks`) if there is one, unless `from_scratch` is set. A forked engine
+    does not receive `environ`. `settings` are config fields that have no flag.
     """
     adapters = ["--adapters-dir", str(folder / "adapters")] if has_adapters else []
     arguments = ["--model-id", str(folder / "model"), *adapters, "--port", "0"]

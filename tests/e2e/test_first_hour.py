@@ -1,6 +1,6 @@
-"""The first hour of a new user, over real processes: train an adapter, drop it in, ask, replace and remove it.
+"""A new user's first steps, with real processes: train, add, query, replace and remove an adapter.
 
-Also the problems that new users meet: broken adapters, unsupported models, and requests without limits.
+Also covers common problems: broken adapters, unsupported models, and requests without token limits.
 """
 
 import json
@@ -60,7 +60,7 @@ class User:
         (out / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": base_name}))
         return out
 
-    def drop_in(self, trained: Path, name: str) -> Path:
+    def install(self, trained: Path, name: str) -> Path:
         """Put a trained adapter into the adapter folder, in place of an earlier one."""
         target = self.folder / "adapters" / name
         staged = self.folder / f"staged-{name}"
@@ -69,7 +69,7 @@ class User:
         os.replace(staged, target)
         return target
 
-    def ask(self, adapter: str | None) -> list[int]:
+    def complete(self, adapter: str | None) -> list[int]:
         """Return the greedy tokens of a completion."""
         parameters: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "details": True, "ignore_eos_token": True}
         if adapter is not None:
@@ -78,16 +78,16 @@ class User:
         assert reply.status == 200, reply.body
         return [token["id"] for token in reply.json["details"]["tokens"]]
 
-    def expects(self, adapter: Path | None) -> list[int]:
-        """Return the greedy tokens of transformers and PEFT."""
+    def expected_tokens(self, adapter: Path | None) -> list[int]:
+        """Return the greedy tokens from transformers and PEFT."""
         model = self.base if adapter is None else with_adapter(self.base, adapter)
         tokens = oracle_greedy(model, ids_of([PROMPT])[0], NEW_TOKENS, {})
         assert len(tokens) > NEW_TOKENS // 2  # up to a near tie
         return tokens
 
     def agrees(self, name: str | None, adapter: Path | None) -> bool:
-        expected = self.expects(adapter)
-        return self.ask(name)[: len(expected)] == expected
+        expected = self.expected_tokens(adapter)
+        return self.complete(name)[: len(expected)] == expected
 
     def run(self, *arguments: str, text: str | None = None) -> "subprocess.CompletedProcess[str]":
         """Run a `lorax` command against the server."""
@@ -132,18 +132,18 @@ def user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[User]:
         assert not [line for line in server.log if "ERROR" in line or "Traceback" in line]
 
 
-def test_adapter_is_trained_dropped_in_replaced_and_removed(user: User) -> None:
+def test_adapter_can_be_trained_added_replaced_and_removed(user: User) -> None:
     assert user.list_names() == ["model"]  # the name of the model's folder
     assert user.agrees(None, None)
     first, second = user.train(1), user.train(2)
 
-    user.drop_in(first, "pirate")
+    user.install(first, "pirate")
     wait_until(lambda: "pirate" in user.list_names())
     assert user.agrees("pirate", first)
     assert not user.agrees("pirate", None)
     assert user.openai.chat.completions.create(model="pirate", messages=MESSAGES, max_tokens=4).model == "pirate"
 
-    user.drop_in(second, "pirate")
+    user.install(second, "pirate")
     wait_until(lambda: user.agrees("pirate", second))
 
     shutil.rmtree(user.folder / "adapters" / "pirate")
@@ -153,8 +153,8 @@ def test_adapter_is_trained_dropped_in_replaced_and_removed(user: User) -> None:
     assert user.agrees(None, None)
 
 
-def test_broken_adapter_is_explained(user: User) -> None:
-    folder = user.drop_in(user.train(3), "broken")
+def test_broken_adapter_error_states_reason(user: User) -> None:
+    folder = user.install(user.train(3), "broken")
     weights = folder / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     wait_until(lambda: "broken" in user.list_names())
@@ -166,7 +166,7 @@ def test_broken_adapter_is_explained(user: User) -> None:
 
 def test_adapter_for_another_base_model_is_served_with_warning(user: User) -> None:
     trained = user.train(4, base_name="owner/another-model")
-    user.drop_in(trained, "foreign")
+    user.install(trained, "foreign")
     wait_until(lambda: "foreign" in user.list_names())
     assert user.agrees("foreign", trained)
     reply = user.server.post("/v1/completions", {"model": "foreign", "prompt": PROMPT, "max_tokens": 2})
@@ -178,7 +178,7 @@ def test_adapter_for_another_base_model_is_served_with_warning(user: User) -> No
 
 
 def test_adapter_is_loaded_and_unloaded_without_admin_key(user: User) -> None:
-    user.drop_in(user.train(5), "loaded")
+    user.install(user.train(5), "loaded")
     wait_until(lambda: "loaded" in user.list_names())
     assert user.run("adapters", "load", "loaded").returncode == 0
     assert user.run("adapters", "unload", "loaded").returncode == 0
@@ -203,7 +203,7 @@ def test_similar_name_is_suggested(user: User) -> None:
         user.openai.completions.create(model="modle", prompt=PROMPT)
 
 
-def test_structured_output_without_limit_ends(user: User) -> None:
+def test_structured_output_without_limit_terminates(user: User) -> None:
     schema = {"name": "words", "schema": {"type": "array", "items": {"type": "string"}}}
     response_format: Any = {"type": "json_schema", "json_schema": schema}
     reply = user.openai.chat.completions.create(model="", messages=MESSAGES, response_format=response_format)
@@ -218,7 +218,7 @@ def test_tool_call_is_forced_without_tool_template(user: User) -> None:
     assert json.loads(call.function.arguments)["day"] in ("Monday", "Tuesday")  # type: ignore[union-attr]
 
 
-def test_version_and_ignored_fields_are_shown(user: User) -> None:
+def test_version_and_ignored_fields_are_returned(user: User) -> None:
     assert user.server.send("GET", "/version").json["version"]
     reply = user.server.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "foo": 1})
     assert (reply.status, reply.headers["x-ignored-fields"]) == (200, "foo")
@@ -273,7 +273,7 @@ BAD_MODELS: dict[str, tuple[Callable[[Path], Path], str]] = {
 
 
 @pytest.mark.parametrize("problem", BAD_MODELS)
-def test_unusable_model_is_rejected_in_one_sentence(problem: str, tmp_path: Path) -> None:
+def test_unsupported_model_error_is_one_sentence(problem: str, tmp_path: Path) -> None:
     write, message = BAD_MODELS[problem]
     done = run_lorax("serve", "--model-id", str(write(tmp_path)), "--port", "0", "--no-hub")
     assert done.returncode != 0
@@ -282,7 +282,7 @@ def test_unusable_model_is_rejected_in_one_sentence(problem: str, tmp_path: Path
     assert re.search(message, line)
 
 
-def test_bench_without_server_says_so() -> None:
+def test_bench_without_server_reports_error() -> None:
     done = run_lorax("bench", LORAX_URL="http://127.0.0.1:9")
     assert done.returncode != 0
     assert "127.0.0.1:9" in done.stderr

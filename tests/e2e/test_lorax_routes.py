@@ -166,7 +166,7 @@ def test_streams_have_sse_and_adapter_headers(server: Server) -> None:
     assert "x-total-time" not in headers
 
 
-def test_compute_characters_counts_characters(server: Server) -> None:
+def test_compute_characters_header_counts_prompt_characters(server: Server) -> None:
     assert generate(server, inputs="日本語👋").headers["x-compute-characters"] == "4"
 
 
@@ -367,7 +367,7 @@ def test_deadline_before_first_token_gets_error_status(server: Server) -> None:
 # --- Other routes -----------------------------------------------------------------------------------------------------
 
 
-def test_health_is_empty_and_info_has_limits(server: Server, folder: Path) -> None:
+def test_health_body_is_empty_and_info_contains_limits(server: Server, folder: Path) -> None:
     for path in ("/health", "/ping", "/", "/startup"):
         reply = server.send("GET", path)
         assert (reply.status, reply.body) == (200, b"")
@@ -390,7 +390,8 @@ def test_tokenize_and_detokenize_round_trip(server: Server) -> None:
 
 @pytest.mark.parametrize("path", ["/embed", "/classify", "/classify_batch"])
 def test_unsupported_routes_are_rejected(path: str, server: Server) -> None:
-    reply = server.post(path, {"inputs": "a", "parameters": None, "stream": False})
+    inputs = ["a"] if path == "/classify_batch" else "a"
+    reply = server.post(path, {"inputs": inputs, "parameters": None, "stream": False})
     assert reply.status == 422
     assert reply.json["error_type"] == "validation"
-    assert reply.json["error"].endswith("not supported yet")
+    assert reply.json["error"].endswith("it is served for text generation (--task generate)")

@@ -132,7 +132,7 @@ def test_sdk_raises_stream_error(server: Server) -> None:
 # --- Names ------------------------------------------------------------------------------------------------------------
 
 
-def test_model_name_spellings(server: Server, folder: Path) -> None:
+def test_all_model_name_spellings_are_accepted(server: Server, folder: Path) -> None:
     model_id = str(folder / "model")
     base, first = text(complete(server, "")), text(complete(server, "first"))
     assert base != first

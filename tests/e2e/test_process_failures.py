@@ -143,9 +143,9 @@ def check_is_down(server: Server) -> None:
 
 
 def disconnect_clients(server: Server, count: int) -> None:
-    """Open requests whose clients leave at every point, half of them with a reset.
+    """Open requests whose clients disconnect at different times, half of them with a TCP reset.
 
-    The engine is paused while the last clients leave, until the API process has aborted every request.
+    The engine is paused while the last clients disconnect, until the API process has aborted all requests.
     """
     clients = []
     for i in range(count):

@@ -111,8 +111,8 @@ def registered_hook(hook: Callable[..., None]) -> Iterator[None]:
 
 
 def make_valid(context: HookContext, case: Case[Any], kwargs: dict[str, Any]) -> None:
-    """Make requests that fit the schema fit the other rules too: names that exist, fields that go together, short
-    that are short. What schemathesis got wrong on purpose is left alone."""
+    """Change schema-conforming requests so that they also pass all other checks: existing names, compatible fields and
+    short completions. Do not change requests that schemathesis made invalid on purpose."""
     body = _with_integers(case.body)
     if case.meta is None or case.meta.generation.mode is not GenerationMode.POSITIVE or not isinstance(body, dict):
         return

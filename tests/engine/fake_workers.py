@@ -103,11 +103,11 @@ class _Load:
 
 
 class Workers:
-    """Implements `Executor`.
+    """A fake `Executor` that runs each operation at a random legal time.
 
-    A step runs at any time between `submit` and `collect`, after the one before it: first its moves, and then it reads
-    its adapters until it is collected. A load is written at any time between the step that carries it and the one whose
-    result reports it, or `pop_loaded`. Each unit remembers its adapter, and its part of it.
+    Steps run in order, between `submit` and `collect`. A step first executes its moves and then reads its adapters
+    until it is collected. A load is written at any time after its step is submitted and before the load is reported by
+    a step result or by `pop_loaded`. Each unit stores its adapter and its position within the adapter.
     """
 
     def __init__(self, capabilities: Capabilities, host_bytes: int, rng: random.Random, most_turns: int = 3) -> None:
@@ -534,7 +534,7 @@ class World:
                 "stale tokens"
             )
 
-    def check_nothing_is_left(self) -> None:
+    def check_all_memory_is_released(self) -> None:
         """Check that all memory is released once no request needs it."""
         assert not self.open
         self.settle()

@@ -157,7 +157,7 @@ def test_shared_block_is_free_after_last_release() -> None:
 
 @dataclass
 class Held:
-    """A model sequence: its tokens and expected blocks."""
+    """A test sequence: its tokens and expected blocks."""
 
     tokens: list[int]
     root: bytes
@@ -213,7 +213,7 @@ class Machine(RuleBasedStateMachine):
         assert len(held) + self.pool.num_free == self.pool.num_blocks
 
     @invariant()
-    def what_a_sequence_has_computed_stays(self) -> None:
+    def computed_blocks_are_kept(self) -> None:
         for sequence in self.held:
             hashes = chain(*sequence.tokens, root=sequence.root)
             for block, block_hash in zip(sequence.blocks[: sequence.published], hashes, strict=False):

@@ -278,7 +278,7 @@ class Machine(RuleBasedStateMachine):
         return plan
 
     @invariant()
-    def rows_hold(self) -> None:
+    def slot_counts_are_consistent(self) -> None:
         if hasattr(self, "engine"):
             assert self.engine.scheduler.num_running <= self.engine.scheduler.limits.max_num_seqs
 

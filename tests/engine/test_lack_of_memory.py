@@ -11,7 +11,7 @@ from tests.engine.fake_workers import SubmittedRequest, World, alone
 
 
 def fail_at(world: World, *steps: int) -> None:
-    """Make these steps, counted from 1, run out of memory."""
+    """Make the given steps, counted from 1, run out of memory."""
     world.workers.lacks_memory = lambda plan: plan.step in steps
 
 
@@ -22,7 +22,7 @@ def check_answers(world: World, failed: list[SubmittedRequest]) -> None:
             assert submitted.failure == "too little memory"
         else:
             assert submitted.tokens == alone(submitted.identity, submitted.prompt, submitted.num_tokens)
-    world.check_nothing_is_left()
+    world.check_all_memory_is_released()
     assert len(world.scheduler._free_slots) == world.scheduler.limits.max_num_seqs
 
 
@@ -53,7 +53,7 @@ def test_request_with_prompt_logprobs_fails_first(max_steps_in_flight: int) -> N
     check_answers(world, [asking])
 
 
-def test_last_of_equal_requests_fails() -> None:
+def test_newest_of_equal_requests_fails() -> None:
     world = World(8, 8, max_steps_in_flight=2)
     requests = [world.submit(None, [i, i], 6) for i in range(3)]
     fail_at(world, 3)
@@ -129,7 +129,7 @@ def test_other_requests_are_unaffected(max_steps_in_flight: int, seed: int) -> N
     world.finish(2000)
     failed = [submitted for submitted in world.submitted.values() if submitted.failure]
     assert len(failed) == len(world.workers.refused) > 0
-    world.check_nothing_is_left()
+    world.check_all_memory_is_released()
     assert len(world.scheduler._free_slots) == world.scheduler.limits.max_num_seqs
 
 

@@ -468,8 +468,8 @@ class ReportingDevice(Device):
             self.prompts[new.slot] = list(new.token_ids[: new.prompt_length])
         result = super().run(plan)
         reports = []
-        for slot, start, count, asks in zip(plan.slots, plan.starts, plan.counts, plan.scores_prompt, strict=True):
-            if asks:
+        for slot, start, count, scores in zip(plan.slots, plan.starts, plan.counts, plan.scores_prompt, strict=True):
+            if scores:
                 prompt = self.prompts[slot]
                 ends = min(start + count, len(prompt) - 1)
                 assert ends > start
@@ -976,7 +976,7 @@ class Machine(RuleBasedStateMachine):
             self.engine.step()
 
     @rule(adapter=st.sampled_from(["1", "2"]))
-    def adapter_leaves_or_arrives(self, adapter: str) -> None:
+    def toggle_adapter(self, adapter: str) -> None:
         adapters = self.engine.adapters
         if adapter in adapters.missing:
             adapters.missing.remove(adapter)
@@ -993,7 +993,7 @@ class Machine(RuleBasedStateMachine):
             self.engine.scheduler.abort(request_id)
 
     @invariant()
-    def budgets_hold(self) -> None:
+    def budgets_are_respected(self) -> None:
         if hasattr(self, "engine"):
             limits = self.engine.scheduler.limits
             assert all(plan.num_tokens <= limits.max_step_tokens for plan in self.engine.plans)

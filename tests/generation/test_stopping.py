@@ -68,7 +68,7 @@ def test_no_token_stops_without_eos_tokens() -> None:
 
 
 @pytest.mark.parametrize("include", [True, False])
-def test_eos_text_is_never_shown(include: bool) -> None:
+def test_eos_text_is_excluded_from_output(include: bool) -> None:
     criteria = make_criteria([EOS], include_stop=include)
     criteria(OTHER, "a")
     criteria(EOS, "</s>")

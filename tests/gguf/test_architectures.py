@@ -115,7 +115,7 @@ def test_fused_query_key_value_is_split(tmp_path: Path) -> None:
     assert (prefill(serve(tmp_path / "model.gguf")) - expected).abs().max() < TOLERANCE
 
 
-def test_mistral_is_recognized_by_its_name(tmp_path: Path) -> None:
+def test_mistral_is_detected_by_model_name(tmp_path: Path) -> None:
     """Adapters for Mistral name `mistral` as their base model type."""
     writer.write_model(tmp_path / "model.gguf", make_oracle("llama"), metadata={"general.name": "Mistral 7B"})
     assert serve(tmp_path / "model.gguf").model.config.model_type == "mistral"
@@ -148,7 +148,7 @@ def test_unused_tensors_are_rejected(tmp_path: Path) -> None:
         serve(tmp_path / "model.gguf")
 
 
-def test_other_rope_factors_than_llama3_are_rejected(tmp_path: Path) -> None:
+def test_rope_factors_other_than_llama3_are_rejected(tmp_path: Path) -> None:
     writer.write_model(tmp_path / "model.gguf", make_oracle("llama"), extra={"rope_freqs.weight": torch.arange(1.0, 5)})
     with pytest.raises(UnsupportedModelError, match=r"rope_freqs\.weight does not contain Llama 3's RoPE scaling"):
         find_model_folder(tmp_path / "model.gguf")

@@ -167,7 +167,7 @@ def test_split_files_are_read_together(tmp_path: Path) -> None:
         }
 
 
-def test_missing_part_is_named(tmp_path: Path) -> None:
+def test_error_names_missing_part(tmp_path: Path) -> None:
     first, second, _ = write_parts(tmp_path, 3)
     second.unlink()
     with pytest.raises(

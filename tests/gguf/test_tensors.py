@@ -29,7 +29,7 @@ FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K", "Q2_K", "Q3_K")
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file with a random matrix of each type, and a vector."""
+    """Write a file with a random matrix of each type, and a vector."""
     path = tmp_path_factory.mktemp("tensors") / "a.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     for kind in TYPES:
@@ -135,7 +135,7 @@ def test_wrong_shape_is_rejected(path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [each for each in TYPES if each.name not in FLOATS], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_scales_that_are_not_finite_are_rejected(kind: Type, value: float, tmp_path: Path) -> None:
+def test_non_finite_scales_are_rejected(kind: Type, value: float, tmp_path: Path) -> None:
     data = random_blocks(kind, 2, 512)
     _, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     offset = {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208}.get(kind.name, 0)
@@ -147,7 +147,7 @@ def test_scales_that_are_not_finite_are_rejected(kind: Type, value: float, tmp_p
         open_tensor(tmp_path / "a.gguf", "t")[()]
 
 
-def test_file_that_shrinks_after_it_was_opened_is_rejected(path: Path, tmp_path: Path) -> None:
+def test_file_truncated_after_opening_is_rejected(path: Path, tmp_path: Path) -> None:
     copy = tmp_path / "a.gguf"
     copy.write_bytes(path.read_bytes())
     tensor = open_tensor(copy, "BF16")

@@ -144,7 +144,7 @@ def test_single_digit_pre_tokenizer_matches_original_tokenizer(tmp_path: Path) -
     assert ours.encode("a  1").tokens == ["a", "ĠĠ", "1"]
 
 
-def test_words_in_the_vocabulary_need_no_merges(tmp_path: Path) -> None:
+def test_words_in_vocabulary_need_no_merges(tmp_path: Path) -> None:
     """As in Llama 3: transformers applies merges to them."""
     vocabulary = Vocabulary(["Ġ", "a", "b", "c", "abc", "ab"], [1] * 6, ["a b"], [])
     assert load(tmp_path / "a.gguf", "llama", vocabulary, pre="gpt-2").backend.encode("abc").tokens == ["ab", "c"]

@@ -39,7 +39,7 @@ def test_weight_is_scaled_integer_plus_offset(bits: int, block: int, has_offsets
 
 
 @pytest.mark.parametrize(("bits", "block", "has_offsets"), KINDS)
-def test_slices_have_the_weights_of_the_whole_matrix(bits: int, block: int, has_offsets: bool) -> None:
+def test_slices_match_full_matrix(bits: int, block: int, has_offsets: bool) -> None:
     matrix = make_matrix(bits, block, has_offsets)
     whole = matrix.read()
     assert torch.equal(matrix[2:5].read(), whole[2:5])
@@ -65,7 +65,7 @@ def test_concatenation_of_different_types_keeps_all_weights(
 
 
 @pytest.mark.parametrize(("bits", "bound"), [(8, 1 / 127), (4, 1 / 8)])
-def test_quantization_error_is_below_one_step_of_each_block(bits: int, bound: float) -> None:
+def test_quantization_error_is_below_one_quantization_step(bits: int, bound: float) -> None:
     weight = torch.randn(5, 128, generator=torch.Generator().manual_seed(0))
     weight[2] = 0
     matrix = quantize_blocks(weight, bits)

@@ -434,7 +434,7 @@ def check_prefill(
 
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
-def test_prefill_of_mixed_lengths_matches_loop(shapes: list[tuple[int, int]], window: int | None) -> None:
+def test_mixed_prompt_lengths_match_loop(shapes: list[tuple[int, int]], window: int | None) -> None:
     check_prefill(shapes, window=window)
 
 
@@ -754,7 +754,7 @@ def test_lora_is_batch_invariant(seed: int) -> None:
         torch.testing.assert_close(together[start:stop], alone, rtol=1e-6, atol=1e-6)
 
 
-def test_lora_nan_stays_in_its_segment() -> None:
+def test_nan_segment_does_not_affect_other_segments() -> None:
     batch, targets = (
         lora_batch([(1, 2), (0, 1), (2, 3), (3, LONG_SEGMENT_TOKENS)], MIXED_RANKS),
         LORA_LAYERS["three targets"],

@@ -260,7 +260,7 @@ def test_legacy_fields_and_null_are_equivalent(old: SimpleNamespace, new: Simple
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-def test_rope_parameters_win_and_config_is_unchanged() -> None:
+def test_rope_parameters_take_precedence_and_config_is_unchanged() -> None:
     parameters = {"rope_type": "linear", "rope_theta": 77.0, "factor": 2.0}
     config = spelled(rope_parameters=parameters, rope_theta=77.0, rope_scaling={"type": "dynamic"}, rotary_pct=0.5)
     assert rope_parameters(config) == {**parameters, "partial_rotary_factor": 0.5}
@@ -305,7 +305,7 @@ def test_unknown_rope_type_error_names_type(kind: str) -> None:
         ({"rope_type": "longrope", "short_factor": EIGHT_POSITIONS}, "long_factor"),
     ],
 )
-def test_missing_rope_parameter_is_named(parameters: dict[str, Any], lacking: str) -> None:
+def test_error_names_missing_rope_parameter(parameters: dict[str, Any], lacking: str) -> None:
     with pytest.raises(ConfigError, match=f"rope_parameters lacks '{lacking}' for rope_type"):
         load_rotary(spelled(rope_parameters=parameters), HEAD_DIM, CPU)
 

@@ -104,8 +104,10 @@ def run(lm: CausalLM, *requests: pb.Request) -> list[RequestOutput]:
 
 @torch.no_grad()
 def generate(oracle: Any, prompt: Sequence[int], count: int, eos: Sequence[int] = ()) -> list[int]:
-    """Return greedy tokens of transformers, up to where two tokens are so close that rounding may decide. Only the
-    given `eos` tokens end it."""
+    """Return transformers' greedy tokens, up to the first near tie, where rounding may change the token.
+
+    Generation stops only at the given `eos` tokens.
+    """
     ids = torch.tensor([list(prompt)], device=oracle.device)
     out = oracle.generate(
         ids,

@@ -137,7 +137,7 @@ class Batches(RuleBasedStateMachine):
         self.batches = [batch for batch in self.batches if all(batch is not used for used in joining)] + [joined]
 
     @invariant()
-    def batches_are_sound(self) -> None:
+    def batches_are_consistent(self) -> None:
         for batch in self.batches:
             assert batch.max_input_length == max(batch.input_lengths)
             width = batch.max_input_length + batch.padding_right_offset

@@ -83,7 +83,7 @@ def test_token_logprobs_match_transformers(lm: CausalLM, oracle: Any) -> None:
         assert result.logprobs == pytest.approx(chosen.tolist(), abs=1e-4)
 
 
-def test_prompt_logprobs_come_with_first_token(lm: CausalLM, oracle: Any) -> None:
+def test_prompt_logprobs_are_returned_with_first_token(lm: CausalLM, oracle: Any) -> None:
     asking = {"prefill_logprobs": True}
     outputs = run(
         lm, request(0, PROMPT, fields=asking), request(1, SHORT), request(2, [250], fields=asking), request(3, PROMPT)
@@ -99,12 +99,12 @@ def test_prompt_logprobs_come_with_first_token(lm: CausalLM, oracle: Any) -> Non
     assert outputs[3].prompt is None
 
 
-def test_prompt_length_comes_with_first_token(lm: CausalLM) -> None:
+def test_prompt_length_is_returned_with_first_token(lm: CausalLM) -> None:
     for result, length in zip(run(lm, request(0, PROMPT), request(1, SHORT)), (5, 2), strict=True):
         assert [each.prefill_tokens_length for each in result.generations] == [length] + [0] * 7
 
 
-def test_prompt_tokens_come_once_after_merge(lm: CausalLM) -> None:
+def test_prompt_tokens_are_returned_once_after_merge(lm: CausalLM) -> None:
     driver = Driver(lm)
     batches = [driver.start(request(i, PROMPT, fields={"prefill_logprobs": True})) for i in range(2)]
     driver.finish(CausalLMBatch.concatenate(batches))

@@ -415,7 +415,7 @@ def test_merged_batches_are_right_aligned(lm: CausalLM) -> None:
     assert all(batch.past_key_values is None for batch in batches)  # let go of
 
 
-def test_merging_one_batch_continues(lm: CausalLM) -> None:
+def test_single_batch_can_be_merged_and_continues(lm: CausalLM) -> None:
     driver = Driver(lm)
     driver.finish(CausalLMBatch.concatenate([driver.steps(three(lm), 1)]))
     assert driver.outputs[1].token_ids == run(lm, request(1, SHORT, 6))[0].token_ids

@@ -48,7 +48,7 @@ def test_cached_config_has_all_transformers_fields(name: str, tmp_path: Path, mo
     assert str(first.dtype).removeprefix("torch.") == str(expected.dtype).removeprefix("torch.")
 
 
-def test_changed_config_or_version_is_read_again(
+def test_changed_config_or_version_invalidates_cache(
     folder: Path, own_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read_config(folder)

@@ -60,7 +60,7 @@ def test_requested_dtype_is_used(zoo: Zoo) -> None:
     assert all(output.end is not None for output in outputs)
 
 
-def test_padded_model_properties(zoo: Zoo) -> None:
+def test_padded_model_has_contract_properties(zoo: Zoo) -> None:
     lm = zoo.served("llama")
     assert lm.requires_padding
     assert lm.dynamic_adapter_loading_enabled is False
@@ -352,7 +352,7 @@ def test_models_that_fail_padding_check_are_rejected(name: str, why: str, zoo: Z
         load(zoo.folder(name))
 
 
-def test_missing_tensors_are_named(variant: Variant) -> None:
+def test_error_names_missing_tensors(variant: Variant) -> None:
     folder = variant()
     tensors = load_file(folder / "model.safetensors")
     lost = [name for name in tensors if "layers.1.mlp" in name]
@@ -383,7 +383,7 @@ def test_unused_tensors_are_logged(variant: Variant, caplog: pytest.LogCaptureFi
     assert "unused tensors in the checkpoint: visual.proj" in caplog.text
 
 
-def test_missing_folder_is_named(tmp_path: Path) -> None:
+def test_error_names_missing_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere"):
         load(tmp_path / "nowhere")
 

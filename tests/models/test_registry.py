@@ -445,7 +445,7 @@ def test_config_and_weights_mismatch_error_shows_shapes(
     assert str(caught.value) == f"{path}: tensor {name!r} has shape {found}, expected {wanted}"
 
 
-def test_missing_layer_is_named(edited: Callable[..., Path]) -> None:
+def test_error_names_missing_layer(edited: Callable[..., Path]) -> None:
     with pytest.raises(WeightsError, match=r"'model\.layers\.2\.self_attn\.q_proj\.weight' is missing"):
         get_model(ModelConfig(edited(num_hidden_layers=3)))
 

@@ -204,7 +204,7 @@ def change_json(path: Path, **changes: Any) -> None:
 
 
 class Pair(NamedTuple):
-    """A transformers model and the loaded `CausalLM`."""
+    """A transformers model, and the same model loaded as `CausalLM`."""
 
     oracle: Any
     served: CausalLM

@@ -31,7 +31,7 @@ def make(name: str, device: torch.device) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "gpt2", "neox-parallel", "opt-projection"])
-def test_lm_head_indices_and_skip_lm_head(name: str, device: torch.device) -> None:
+def test_lm_head_indices_and_skip_lm_head_select_outputs(name: str, device: torch.device) -> None:
     _, model = make(name, device)
     driver = PagedDriver(model)
     inputs = driver.inputs([(driver.add(), IDS), (driver.add(), IDS[:5])])
@@ -57,7 +57,7 @@ def test_positions_past_limit_are_rejected(name: str, device: torch.device) -> N
 
 
 def test_prefill_cache_indices_keep_only_a_window(device: torch.device) -> None:
-    """Tokens that no later token can see need not be kept; the content of their slots does not matter."""
+    """Keys and values outside the window of later tokens are not stored, and the content of their slots is ignored."""
     oracle, model = make("mistral-window", device)
     expected = oracle_logits(oracle, [*IDS, 17, 18, 19], len(IDS), {})
     driver = PagedDriver(model)
@@ -75,7 +75,7 @@ def test_prefill_cache_indices_keep_only_a_window(device: torch.device) -> None:
 
 
 def test_slot_minus_one_is_not_written(device: torch.device) -> None:
-    """Rows that only pad a batch to a size leave the cache as it is, its last slot too."""
+    """Padding rows do not change the cache, including its last slot."""
     _, model = make("llama-gqa", device)
     driver = PagedDriver(model)
     inputs = driver.inputs([(driver.add(), IDS)])
@@ -87,7 +87,7 @@ def test_slot_minus_one_is_not_written(device: torch.device) -> None:
 
 
 def test_create_layer_fn_builds_custom_layers(device: torch.device) -> None:
-    """Build layers by a function of the caller: here the second of three does nothing."""
+    """Build layers with a custom function, which replaces the second of three layers by a no-op."""
     oracle, _ = make("llama-gqa", device)
     made = []
 
@@ -126,7 +126,7 @@ def test_tensor_name_prefix_is_applied(device: torch.device) -> None:
 
 
 def test_gpt2_scores_are_float32_in_half_precision(device: torch.device) -> None:
-    """`reorder_and_upcast_attn` computes scores in float32: a shift of all scores beyond float16 changes nothing."""
+    """`reorder_and_upcast_attn` computes scores in float32, so a constant above the float16 range has no effect."""
     tensors = {name: tensor.clone() for name, tensor in checkpoint("gpt2", make_oracle("gpt2")).items()}
     for layer in range(3):
         weight, bias = (tensors[f"transformer.h.{layer}.attn.c_attn.{kind}"] for kind in ("weight", "bias"))
@@ -150,8 +150,8 @@ def test_gpt2_scores_are_float32_in_half_precision(device: torch.device) -> None
 
 
 @pytest.mark.parametrize("name", ["llama-tied-head", "gpt2", "neox-tied-head", "opt-pre-norm"])
-def test_tied_config_with_separate_head(name: str, tmp_path: Path, device: torch.device) -> None:
-    """A fine-tuned checkpoint may contain a head although its config says tied. transformers uses the head."""
+def test_separate_head_is_used_despite_tied_config(name: str, tmp_path: Path, device: torch.device) -> None:
+    """transformers uses the head in a fine-tuned checkpoint even if the config says that weights are tied."""
     oracle = make_oracle(name)
     assert oracle.config.tie_word_embeddings
     oracle.save_pretrained(tmp_path)
@@ -167,7 +167,7 @@ def test_tied_config_with_separate_head(name: str, tmp_path: Path, device: torch
     assert (driver.forward([(driver.add(), IDS)])[0] - expected).abs().max() < 1e-4
 
 
-def test_tied_weights_stored_only_as_head(device: torch.device) -> None:
+def test_tied_weights_may_be_stored_as_head_only(device: torch.device) -> None:
     oracle, model = make("llama-tied-head", device)
     tensors = checkpoint("llama-tied-head", oracle)
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")

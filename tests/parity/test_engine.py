@@ -37,7 +37,7 @@ ADAPTER_OF_REQUEST = [0, 1, 0, 2, 0, 0, 2, 1, 0, 0, 1, 2]  # 0: the base model
 
 
 class Models(NamedTuple):
-    """One architecture in this server and in transformers, plain and with each adapter."""
+    """One architecture in this server and in transformers, without adapters and with each adapter."""
 
     ours: PagedCausalLM
     oracles: list[Any]
@@ -208,7 +208,7 @@ def test_non_lora_adapters_match_peft(tmp_path: Path) -> None:
 
 
 def test_preemption_does_not_change_tokens(device: torch.device, tmp_path: Path) -> None:
-    """One tenant uses all slots when others arrive, greedy and sampled, with and without adapters."""
+    """Other tenants arrive while one tenant uses all slots. Covers greedy, sampled and adapter requests."""
     models = make_models("llama-gqa", tmp_path, device)
     drawn = SamplingParams(do_sample=True, temperature=0.9, seed=7, repetition_penalty=1.1)
     prompts = make_prompts()
@@ -238,7 +238,7 @@ def test_preemption_does_not_change_tokens(device: torch.device, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "gpt2"])
-def test_prompt_logprobs_and_alternatives(name: str, device: torch.device, tmp_path: Path) -> None:
+def test_prompt_logprobs_and_alternatives_match_transformers(name: str, device: torch.device, tmp_path: Path) -> None:
     models = make_models(name, tmp_path, device)
     workload = Workload(make_engine(models), models.folders)
     prompts = make_prompts()

@@ -64,7 +64,7 @@ def test_batch_of_adapters_equals_merged_models(name: str, device: torch.device)
 
 @pytest.mark.parametrize("name", slow_except(QUICK, NAMES))
 def test_every_matrix_is_a_target(name: str) -> None:
-    """Every linear of the oracle can be adapted: no module that PEFT can train is missing."""
+    """Every linear layer that PEFT can train is an adapter target."""
     oracle = make_oracle(name)
     model = build_model(VARIANTS[name].config(), make_weights(checkpoint(name, oracle), torch.device("cpu")))
     linears = {n for n, m in oracle.named_modules() if isinstance(m, nn.Linear | Conv1D)}

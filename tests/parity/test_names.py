@@ -62,7 +62,7 @@ def test_checkpoints_with_alternative_tensor_names_match(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OLD_CONFIGS)
-def test_configs_from_older_transformers(name: str, tmp_path: Path) -> None:
+def test_configs_from_older_transformers_match_current_configs(name: str, tmp_path: Path) -> None:
     tensors = checkpoint(name, make_oracle(name))
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     config = VARIANTS[name].config().to_dict() | OLD_CONFIGS[name]

@@ -59,8 +59,8 @@ def accepted(model: Any, **inputs: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", slow_except(QUICK, NAMES))
-def test_left_padded_batch_equals_transformers_alone(name: str, device: torch.device) -> None:
-    """Prompts of different lengths, then 20 decode steps with the past handed back."""
+def test_left_padded_batch_matches_single_requests_in_transformers(name: str, device: torch.device) -> None:
+    """Prefill prompts of different lengths, then run 20 decode steps with the returned `past_key_values`."""
     _, model = make_pair(name, device)
     lengths = [13, 4, 9]
     ids, mask = left_padded(lengths, device)
@@ -106,7 +106,7 @@ def test_padded_logits_match_paged_logits(name: str, device: torch.device) -> No
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", BOTH)
-def test_multiple_new_tokens_with_past(name: str, device: torch.device) -> None:
+def test_multiple_new_tokens_with_past_use_causal_attention(name: str, device: torch.device) -> None:
     """Multiple new tokens with a past use causal attention, with and without an explicit mask."""
     oracle, model = make_pair(name, device)
     ids = torch.randint(3, 97, (2, 17), device=device)
@@ -191,7 +191,7 @@ def test_neox_rope_table_grows(device: torch.device) -> None:
 
 @torch.no_grad()
 def test_positions_and_head_mask_are_broadcast(device: torch.device) -> None:
-    """One row of positions for all, and a float32 mask for a model in half precision."""
+    """Use one row of positions for all sequences, and a float32 mask with a half-precision model."""
     oracle, model = make_pair("neox-parallel", device)
     ids = torch.randint(3, 97, (2, 6), device=device)
     positions = torch.arange(3, 9, device=device)[None]

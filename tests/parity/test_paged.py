@@ -19,7 +19,7 @@ DECODE = 12
 
 
 class Pair:
-    """A variant in transformers and here, on the same weights."""
+    """A model variant in transformers and in this server, with the same weights."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.tolerance = TOLERANCE[name]
@@ -104,7 +104,7 @@ def test_chunked_prefill_matches_transformers(pair: Pair, chunk: int) -> None:
 
 
 def test_batch_matches_single_sequences(pair: Pair) -> None:
-    """Prompts, chunks and single tokens of sequences of different lengths in one forward, for several forwards."""
+    """Run several forward passes that mix prompts, prompt chunks and single tokens from different sequences."""
     prompts = [[1], [5], [7, 5], [9, 1, 21], [18]]  # chunk sizes per prompt
     lengths = [sum(chunks) for chunks in prompts]
     rows = [random_ids(length + 6, seed=length) for length in lengths]
@@ -125,8 +125,8 @@ def test_batch_matches_single_sequences(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("name", slow_except(QUICK, LENGTH_DEPENDENT), scope="module")
-def test_long_sequence_does_not_change_angles_of_others(pair: Pair) -> None:
-    """A long sequence in the batch does not change the angles of a short sequence."""
+def test_long_sequence_does_not_change_angles_of_other_sequences(pair: Pair) -> None:
+    """Dynamic RoPE scaling for a long sequence does not affect a short sequence in the same batch."""
     short, long = random_ids(10, seed=1), random_ids(60, seed=2)
     driver = pair.driver()
     seqs = [driver.add(prompt_length=10), driver.add(prompt_length=60)]

@@ -17,7 +17,7 @@ def params(**fields: Any) -> SamplingParams:
     return params_from_pb(NextTokenChooserParameters(**fields))
 
 
-def test_zero_message_gives_defaults() -> None:
+def test_empty_message_gives_default_parameters() -> None:
     assert params() == SamplingParams(temperature=0.0)
     assert params().is_greedy
 
@@ -84,7 +84,7 @@ def test_all_fields_are_converted() -> None:
     )
 
 
-def test_serialized_message_gives_same_parameters() -> None:
+def test_parameters_survive_protobuf_round_trip() -> None:
     sent = NextTokenChooserParameters(temperature=0.7, seed=2**63, logit_bias=[LogitBias(token_id=2**32 - 1, bias=1.0)])
     received = NextTokenChooserParameters.FromString(sent.SerializeToString())
     assert params_from_pb(received) == params_from_pb(sent)
@@ -169,7 +169,7 @@ def test_sampling_position_ignores_prompt_length(device: torch.device) -> None:
     assert len(drawn) == 1
 
 
-def test_repetition_counts_prompt_and_frequency_does_not(device: torch.device) -> None:
+def test_only_repetition_penalty_counts_prompt_tokens(device: torch.device) -> None:
     ids, scores = torch.tensor([[0, 0, 0, 1]], device=device), torch.tensor([[4.0, 3.5, 3.0]], device=device)
 
     def chosen(**parameters: Any) -> int:

@@ -35,7 +35,7 @@ INF = math.inf
 
 
 class Row(NamedTuple):
-    """One sequence with the logits of its next token."""
+    """A sequence with the logits for its next token."""
 
     params: SamplingParams
     ids: tuple[int, ...]
@@ -45,7 +45,9 @@ class Row(NamedTuple):
 
     @property
     def sequence_sampling(self) -> SequenceSampling:
-        return SequenceSampling(self.params) if self.stop is None else SequenceSampling.of(self.params, self.stop)
+        return (
+            SequenceSampling(self.params) if self.stop is None else SequenceSampling.from_params(self.params, self.stop)
+        )
 
 
 def choose(rows: Sequence[Row], device: torch.device, garbage: int = 0, extra: int = 0) -> Sampled:

@@ -84,7 +84,7 @@ def test_green_tokens_do_not_depend_on_vocabulary_padding() -> None:
 
 
 def test_watermark_uses_no_rng_and_no_host_sync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: a permutation per row and step delayed all requests."""
+    """In an earlier version, a permutation per row and step delayed all requests."""
     for name in ("randperm", "rand", "randint"):
         monkeypatch.setattr(torch, name, None)
     for name in ("tolist", "item", "cpu"):

@@ -79,7 +79,7 @@ def get_stack_size() -> bytes:
 
 
 def wait_for(path: str) -> bytes:
-    """Block until a file exists."""
+    """Block until the file exists."""
     while not os.path.exists(path):
         time.sleep(0.005)
     return path.encode()

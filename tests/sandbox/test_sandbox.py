@@ -102,7 +102,7 @@ def test_cpu_limit_replaces_the_worker(sandbox: Sandbox) -> None:
     assert not psutil.pid_exists(pid)  # the process was reaped
 
 
-def test_cpu_limit_ignores_time_without_cpu(sandbox: Sandbox) -> None:
+def test_cpu_limit_ignores_waiting_time(sandbox: Sandbox) -> None:
     pid = find_pid(sandbox)
     os.kill(pid, signal.SIGSTOP)
     done = sandbox.submit(make_task("echo", cpu_s=0.5), "late")

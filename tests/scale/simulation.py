@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lorax_server.scale.placement import ReplicaChooser, Report, RoutingKey, hash_name
+from lorax_server.scale.placement import ReplicaChooser, ReplicaReport, RoutingKey, hash_name
 
 REPORT_S = 1.0
 
@@ -135,7 +135,7 @@ class Simulation:
 
     def _report(self) -> None:
         for name, device in self.devices.items():
-            self.placement.set_report(name, Report(device.adapters.keys(), capacity=device.capacity), self.now)
+            self.placement.set_report(name, ReplicaReport(device.adapters.keys(), capacity=device.capacity), self.now)
 
     def _choose(self, adapter: int) -> str:
         if self.is_random:

@@ -67,7 +67,7 @@ def test_change_completes_after_all_replicas_confirm() -> None:
 
 
 def test_processing_replica_must_confirm_too() -> None:
-    """Otherwise it could apply concurrent changes in another order."""
+    """The replica could otherwise apply concurrent changes in a different order."""
 
     async def run() -> None:
         registry_fixture = RegistryFixture()

@@ -43,17 +43,17 @@ def serving(*flags: str) -> Iterator["subprocess.Popen[str]"]:
 
 
 @pytest.mark.slow
-def test_serve_replicas_and_stop_cleanly() -> None:
+def test_replicas_are_served_and_stopped() -> None:
     with serving("--device", "cpu") as process:
         assert process.stdout is not None
-        said: list[str] = []
+        lines: list[str] = []
         for line in process.stdout:
-            said.append(line)
+            lines.append(line)
             if line.startswith("ready: "):
                 break
-        ready = READY.search(said[-1])
-        assert ready, "".join(said)
-        assert "with 2 replicas" in said[-1]
+        ready = READY.search(lines[-1])
+        assert ready, "".join(lines)
+        assert "with 2 replicas" in lines[-1]
         assert generate(int(ready[1].rsplit(":", 1)[1]), "pirate")[0]
         started = psutil.Process(process.pid).children(recursive=True)
         assert {each.nice() for each in started if each.name().startswith("ray::")} == {psutil.Process().nice()}
@@ -67,8 +67,8 @@ def test_serve_replicas_and_stop_cleanly() -> None:
 def test_missing_model_is_reported_on_last_line() -> None:
     with serving("--model-id", "/nowhere/at/all", "--device", "cpu", "--hub-offline") as process:
         assert process.stdout is not None
-        said = process.stdout.read()
+        output = process.stdout.read()
         assert process.wait(WAIT_TIMEOUT_S) == 1
-    last = said.strip().splitlines()[-1]
+    last = output.strip().splitlines()[-1]
     assert last.startswith("lorax: the replica's server could not start: lorax: ")
     assert "/nowhere/at/all" in last

@@ -1,5 +1,7 @@
-"""Fairness between keys over replicas, in simulated time: each replica is fair by itself, as the engine is, and the
-router sends requests as with Ray."""
+"""Fairness between keys over several replicas, in simulated time.
+
+Each simulated replica schedules its own requests fairly, as the engine does, and requests are routed as with Ray.
+"""
 
 import heapq
 import random

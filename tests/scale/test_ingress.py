@@ -1,5 +1,4 @@
-"""The ingress between clients and servers that fail in all ways. The servers are sockets, and our router chooses; only
-Ray's way to it is left out."""
+"""The ingress with replica servers that fail in different ways. Uses sockets and the real router, but not Ray."""
 
 import asyncio
 import json
@@ -211,7 +210,7 @@ def test_adapter_error_is_retried_on_another_replica(kind: type[LoraxError], pat
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
 @pytest.mark.parametrize("kind", [ForbiddenError, AuthenticationError, InputError, OverloadedError])
 def test_non_adapter_errors_are_not_retried(kind: type[LoraxError], path: str) -> None:
-    """Permissions of a key are the same on all replicas."""
+    """A retry is useless, because key permissions are the same on all replicas."""
     status, _, answer = make_error_handler(kind("no"), "one", path)
     assert asyncio.run(send_to_ingress({FIRST: answer, SECOND: respond_whole(200, "two", "{}")}, path))[::3] == (
         status,

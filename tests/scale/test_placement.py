@@ -11,7 +11,7 @@ from lorax_server.scale.placement import (
     UNPOPULAR_EXTRA_REQUESTS,
     UNPOPULAR_LOAD_RATIO,
     ReplicaChooser,
-    Report,
+    ReplicaReport,
     RoutingKey,
     hash_name,
 )
@@ -58,7 +58,7 @@ def test_only_adapters_on_removed_replica_move(placement: ReplicaChooser) -> Non
 def test_faster_tier_is_preferred(placement: ReplicaChooser) -> None:
     adapter = hash_name("x")
     far = placement.rank(adapter)[::-1]
-    placement.set_report(far[2], Report(disk={adapter}), 0)
+    placement.set_report(far[2], ReplicaReport(disk={adapter}), 0)
     assert choose(placement, "x", now=0) == far[2]
     placement = renewed(far, disk=far[2], host=far[1])
     assert choose(placement, "x") == far[1]
@@ -71,16 +71,16 @@ def renewed(names: list[str], **tiers: str) -> ReplicaChooser:
     placement.set_replicas(names)
     for tier, name in tiers.items():
         here: dict[str, Any] = {tier: {hash_name("x")}}
-        placement.set_report(name, Report(**here), 0)
+        placement.set_report(name, ReplicaReport(**here), 0)
     return placement
 
 
 def test_device_with_free_space_is_preferred(placement: ReplicaChooser) -> None:
     first, second, *_ = placement.rank(hash_name("x"))
-    placement.set_report(first, Report(device={1, 2}, capacity=2), 0)
+    placement.set_report(first, ReplicaReport(device={1, 2}, capacity=2), 0)
     assert choose(placement, "x") == second
     for name in REPLICAS:
-        placement.set_report(name, Report(device={1, 2}, capacity=2), 100)
+        placement.set_report(name, ReplicaReport(device={1, 2}, capacity=2), 100)
     assert choose(placement, "x", now=100) == first
 
 
@@ -89,28 +89,28 @@ def test_sent_adapter_counts_as_loaded_until_reported(placement: ReplicaChooser)
     placement.set_load(first, 100)
     assert choose(placement, "x", now=0) == second
     placement.set_load(first, 0)
-    placement.set_report(second, Report(), 1)  # written before the request arrived
+    placement.set_report(second, ReplicaReport(), 1)  # written before the request arrived
     assert choose(placement, "x", now=1) == second
-    placement.set_report(second, Report(), 100)
+    placement.set_report(second, ReplicaReport(), 100)
     assert choose(placement, "x", now=100) == first
 
 
 def test_draining_and_failed_replicas_are_avoided(placement: ReplicaChooser) -> None:
     adapter = hash_name("x")
     first, second, third, _ = placement.rank(adapter)
-    placement.set_report(first, Report(device={adapter}, is_draining=True), 0)
+    placement.set_report(first, ReplicaReport(device={adapter}, is_draining=True), 0)
     assert choose(placement, "x") == second
     assert choose(placement, "x", failed_replicas={second}) == third
     assert choose(placement, "", "text", failed_replicas={second, third}) not in {first, second, third}
     for name in REPLICAS:
-        placement.set_report(name, Report(is_draining=True), 0)
+        placement.set_report(name, ReplicaReport(is_draining=True), 0)
     assert placement.choose(RoutingKey(adapter), 0) is None
 
 
 def test_replica_with_broken_adapter_is_chosen_last(placement: ReplicaChooser) -> None:
     adapter = hash_name("x")
     first, second, *_ = placement.rank(adapter)
-    placement.set_report(first, Report(broken={adapter}), 0)
+    placement.set_report(first, ReplicaReport(broken={adapter}), 0)
     assert choose(placement, "x") == second
     assert choose(placement, "x", failed_replicas=set(REPLICAS) - {first}) == first
 
@@ -135,7 +135,7 @@ def test_only_popular_adapters_are_replicated(placement: ReplicaChooser) -> None
 def test_unpopular_adapter_moves_only_above_load_limit(placement: ReplicaChooser) -> None:
     adapter = hash_name("x")
     first, second, *_ = placement.rank(adapter)
-    placement.set_report(first, Report(device={adapter}), 0)
+    placement.set_report(first, ReplicaReport(device={adapter}), 0)
     assert {choose(placement, f"another-{index}") for index in range(100)} == set(
         REPLICAS
     )  # so that no adapter is popular

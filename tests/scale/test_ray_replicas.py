@@ -29,14 +29,14 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def machine() -> Iterator[Cluster]:
-    """An empty Ray cluster."""
+    """Start a Ray cluster without replicas."""
     with starting() as cluster:
         yield cluster
 
 
 @pytest.fixture
 def cluster(machine: Cluster) -> Cluster:
-    """Two replicas."""
+    """Start a cluster with two replicas."""
     machine.scale(2)
     return machine
 
@@ -221,7 +221,7 @@ def test_replaced_adapter_is_never_stale(cluster: Cluster) -> None:
             assert {answer.result()[0] for answer in asked} == {expected}
 
 
-def test_concurrent_admins_leave_replicas_consistent(cluster: Cluster) -> None:
+def test_concurrent_admin_requests_leave_replicas_consistent(cluster: Cluster) -> None:
     replicas = pair(cluster)
 
     def change_repeatedly(names: Sequence[str]) -> None:

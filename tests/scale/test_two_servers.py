@@ -115,7 +115,7 @@ def test_earlier_processed_unload_removes_later_pin(pair: Pair) -> None:
     assert not is_pinned()
 
 
-def test_replacing_load_determines_pin(pair: Pair) -> None:
+def test_later_load_determines_pin(pair: Pair) -> None:
     def are_pinned() -> bool:
         found = [listed(port).get("owner/redact") for port in pair.ports]
         return all(each is not None and each["pinned"] for each in found)
@@ -285,7 +285,7 @@ def test_only_replica_with_access_serves_adapter(pair: Pair, body: Any, refusal:
 
 
 def test_key_limits_apply_per_replica(pair: Pair) -> None:
-    """Over N replicas, the total limit is N times as high."""
+    """With N replicas, the total limit is N times the configured limit."""
     body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 1}}
     for port in pair.ports:
         statuses = [send(port, "POST", "/generate", body, LIMITED)[0] for _ in range(LIMIT + 2)]

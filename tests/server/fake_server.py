@@ -84,7 +84,9 @@ class Routes(ServiceHarness):
                 self.emitting = asyncio.create_task(self._emit_in_two_steps(request.request_id, *ids("quick")))
             case messages.Resolve(query_id, refs, None):
                 found = self.resolutions.get(refs[0].name, Resolved(f"hash of {refs[0].name}"))
-                reply = messages.QueryFailed(query_id, Failure.of(found)) if isinstance(found, LoraxError) else None
+                reply = (
+                    messages.QueryFailed(query_id, Failure.from_error(found)) if isinstance(found, LoraxError) else None
+                )
                 soon(self.engine._settle, reply or messages.ResolveReply(query_id, found))  # type: ignore[arg-type]
             case messages.Resolve(query_id, _, _):
                 soon(self.engine._settle, messages.ResolveReply(query_id, Resolved("merged", tier="host")))

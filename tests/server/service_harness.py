@@ -102,7 +102,7 @@ class ScriptedEngine(RemoteEngine):
 
 def _reply(query_id: int, resolution: Resolved | LoraxError) -> messages.Reply[Any]:
     if isinstance(resolution, LoraxError):
-        return messages.QueryFailed(query_id, Failure.of(resolution))
+        return messages.QueryFailed(query_id, Failure.from_error(resolution))
     return messages.ResolveReply(query_id, resolution)
 
 

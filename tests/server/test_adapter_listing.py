@@ -83,7 +83,7 @@ def test_engine_is_queried_for_one_page_only() -> None:
 
 
 def test_page_checks_only_its_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Polling the first page of thousands of names costs one page."""
+    """Listing the first page takes time proportional to the page size, not to the number of names."""
     harness, looks = Pages(3000), []
 
     def may_use(*named: Any) -> bool:

@@ -49,7 +49,7 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
 
 
 def test_tokenizer_uses_only_gil_releasing_calls(spy: Spy) -> None:
-    """`encode` and `decode` hold the GIL, for seconds with a long text."""
+    """`encode` and `decode` would hold the GIL for seconds if the text is long."""
     tokenized = tokenizer().encode("Hello dog")
     tokenizer().pieces("Hello dog")
     assert tokenizer().decode(tokenized) == "Hello dog"

@@ -276,7 +276,9 @@ def test_disconnect_during_stream_aborts_engine_request(has_started: bool, recor
     assert record["is_dropped"] is True
 
 
-def test_early_failure_sets_status_late_failure_is_event(records: Records, caplog: pytest.LogCaptureFixture) -> None:
+def test_early_failure_sets_status_and_late_failure_sends_event(
+    records: Records, caplog: pytest.LogCaptureFixture
+) -> None:
     async def check() -> None:
         for count in (0, 1):
             harness = ServiceHarness()

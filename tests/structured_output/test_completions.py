@@ -186,7 +186,7 @@ def test_unsupported_grammar_is_rejected(structure: Structure, message: str, llm
         llm.generate("the", stop=LONG, structure=structure)
 
 
-def test_gbnf_detection_and_reserved_rule_name() -> None:
+def test_gbnf_is_detected_and_reserved_rule_name_is_rejected() -> None:
     for text in ('start ::= "a"', 'root ::= start\n  start ::= "a"'):
         with pytest.raises(InputError, match="may not be named `start`"):
             from_grammar(text)

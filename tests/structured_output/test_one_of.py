@@ -119,7 +119,7 @@ def tokenizer() -> TextTokenizer:
 
 
 @pytest.mark.parametrize("name", UNIONS)
-def test_pydantic_discriminated_unions(name: str, tokenizer: TextTokenizer) -> None:
+def test_pydantic_discriminated_unions_are_rewritten(name: str, tokenizer: TextTokenizer) -> None:
     union, right, wrong = UNIONS[name]
     schema = TypeAdapter(union).json_schema()
     assert "oneOf" in json.dumps(schema)
@@ -229,7 +229,7 @@ def test_hostile_references_take_bounded_steps() -> None:
 
 
 class Unprintable:
-    """Stands for an object that is too large to convert to a string."""
+    """A placeholder for an object that is too large to convert to a string."""
 
     def __str__(self) -> str:
         raise AssertionError("the object is converted to a string")

@@ -251,7 +251,7 @@ def test_concurrent_renders_do_not_mix_prompts(shared: Sandbox) -> None:
     run(work())
 
 
-def test_three_megabyte_chat_renders(lone: Lone) -> None:
+def test_three_megabyte_chat_can_be_rendered(lone: Lone) -> None:
     chat = [{"role": "user", "content": "x" * 1000}] * 3000
     source = template("{% for m in messages %}{{ m.content }}{% endfor %}")
     assert run(lone.renderer.render(source, chat)) == "x" * 3 * 10**6
@@ -297,7 +297,7 @@ def test_unusable_template_is_rejected_with_reason(source: str, reason: str, sha
         render_short(shared, source)
 
 
-def test_prompt_at_character_limit_renders(shared: Sandbox) -> None:
+def test_prompt_at_character_limit_can_be_rendered(shared: Sandbox) -> None:
     assert len(render_short(shared, "{{ 'a' * 10000 }}")) == 10_000
 
 

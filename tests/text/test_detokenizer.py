@@ -249,7 +249,7 @@ def test_window_streams_decoded_text(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OTHER_KINDS)
-def test_window_never_retracts_text(name: str) -> None:
+def test_window_detokenizer_never_retracts_text(name: str) -> None:
     tokenizer = OTHER_KINDS[name]()
     for text in random_texts(NUM_TEXTS // 4, seed=14, max_pieces=12):
         ids = encode(tokenizer, text)

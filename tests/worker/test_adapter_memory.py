@@ -325,7 +325,7 @@ def test_index_is_reusable_after_unload_during_load() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_follower", [False, True])
-def test_many_loads_during_steps(is_follower: bool) -> None:
+def test_adapters_are_correct_after_many_loads_during_steps(is_follower: bool) -> None:
     hosts = [make_host(1 + 5 * (i % 13), seed=i) for i in range(60)]
     room = max(host.units for host in hosts) + 1
     with make_async_memory(CopyStream(GPU), 60 * room, is_follower=is_follower) as memory:

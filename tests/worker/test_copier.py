@@ -45,11 +45,11 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 @pytest.mark.parametrize(("count", "pieces"), [(1, [2]), (31, [62]), (32, [64]), (33, [64, 2]), (200, [64] * 6 + [16])])
 def test_copy_is_chunked_and_complete(count: int, pieces: list[int], num_buffers: int, make: Make) -> None:
     lane = FakeCopyStream()
-    copier, told = make(lane, num_buffers, 64), threading.Event()
-    copier.notify = told.set
+    copier, notified = make(lane, num_buffers, 64), threading.Event()
+    copier.notify = notified.set
     source, target = draw(count, 1), torch.zeros(count + 2, dtype=torch.bfloat16)
     copy_handle = copier.start(target[1:-1], source)
-    assert told.wait(WAIT_S)
+    assert notified.wait(WAIT_S)
     assert copy_handle.is_done
     assert torch.equal(target[1:-1], source)
     assert target[0] == target[-1] == 0
@@ -74,15 +74,15 @@ def test_buffer_is_reused_only_after_its_copy(num_buffers: int, make: Make) -> N
 
 def test_copies_are_ordered_and_notified(make: Make) -> None:
     lane = FakeCopyStream(is_free=False)
-    copier, told = make(lane, 3, 64), threading.Semaphore(0)
-    copier.notify = told.release
+    copier, notified = make(lane, 3, 64), threading.Semaphore(0)
+    copier.notify = notified.release
     sources = [draw(50 + i, i) for i in range(5)]
     targets = [torch.zeros_like(source) for source in sources]
     copy_handles = [copier.start(*pair) for pair in zip(targets, sources, strict=True)]
     for i, copy_handle in enumerate(copy_handles):
-        assert not told.acquire(blocking=False)
+        assert not notified.acquire(blocking=False)
         lane.finish(2)
-        assert told.acquire(timeout=WAIT_S)
+        assert notified.acquire(timeout=WAIT_S)
         assert [each.is_done for each in copy_handles] == [True] * (i + 1) + [False] * (4 - i)
         assert copy_handle.is_submitted.is_set()
     assert all(map(torch.equal, targets, sources))
@@ -111,10 +111,10 @@ def test_wait_for_blocks_host_until_copy_is_submitted(make: Make) -> None:
 @pytest.mark.parametrize("fails_at", [1, 3])
 def test_failure_raises_for_all_waiters(fails_at: int, make: Make) -> None:
     lane = FakeCopyStream(fails_at=fails_at)
-    copier, told = make(lane, 2, 64), threading.Event()
-    copier.notify = told.set
+    copier, notified = make(lane, 2, 64), threading.Event()
+    copier.notify = notified.set
     copy_handle = copier.start(torch.zeros(200, dtype=torch.bfloat16), draw(200, 1))
-    assert told.wait(WAIT_S)
+    assert notified.wait(WAIT_S)
     assert not copy_handle.is_done
     with pytest.raises(EngineError, match="copying adapters to the device failed") as caught:
         copier.wait_for(copy_handle)
@@ -147,7 +147,7 @@ BUSY_CYCLES = 1_000_000_000  # cycles: about half a second
 
 
 @pytest.mark.gpu
-def test_many_copies_through_small_buffers(make: Make) -> None:
+def test_many_copies_through_small_buffers_are_complete(make: Make) -> None:
     copier = make(CopyStream(torch.device("cuda")), 3, 2**16)
     sources = [draw(1 + 20011 * i, i) for i in range(40)]  # sizes are not multiples of the buffer size
     targets = [torch.zeros(len(source), dtype=torch.bfloat16, device="cuda") for source in sources]

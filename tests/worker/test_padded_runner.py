@@ -83,7 +83,7 @@ class Running:
     prompt: Sequence[int] = PROMPT
     sampling: SamplingParams = GREEDY
     stop: StopParams = EIGHT
-    asks: bool = False
+    scores_prompt: bool = False
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     alternatives: list[Alternatives | None] = field(default_factory=list)
@@ -125,7 +125,7 @@ class Engine:
             [len(each.all_ids) - count for (_, each), count in zip(order, counts, strict=True)],
             counts,
             new_sequences,
-            [each.asks and slot in slots for slot, each in order],
+            [each.scores_prompt and slot in slots for slot, each in order],
         )
         self.num_steps += 1
         result = self.runner.collect(self.runner.submit(plan))
@@ -147,15 +147,15 @@ class Engine:
         assert set(result.alternatives) <= set(range(len(plan.slots)))
         of_prompts = iter(enumerate(result.prompt_logprobs))
         columns = zip(plan.slots.tolist(), plan.scores_prompt.tolist(), result.token_ids, result.logprobs, strict=True)
-        for place, (slot, asks, token_id, logprob) in enumerate(columns):
+        for place, (slot, scores_prompt, token_id, logprob) in enumerate(columns):
             sequence = self.running[slot]
             sequence.token_ids.append(token_id)
             sequence.logprobs.append(logprob)
             sequence.alternatives.append(result.alternatives.get(place))
-            if asks:
-                asking, logprobs = next(of_prompts)
+            if scores_prompt:
+                prompt_index, logprobs = next(of_prompts)
                 sequence.prompt_logprobs.append(logprobs)
-                sequence.prompt_alternatives.append(result.prompt_alternatives.get(asking))
+                sequence.prompt_alternatives.append(result.prompt_alternatives.get(prompt_index))
         assert next(of_prompts, None) is None
 
 
@@ -165,7 +165,7 @@ def make_plan(
     starts: Sequence[int],
     counts: Sequence[int],
     new_sequences: Sequence[NewSequence] = (),
-    asks: Sequence[bool] | None = None,
+    scores_prompt: Sequence[bool] | None = None,
 ) -> StepPlan:
     return StepPlan(
         step=step,
@@ -173,7 +173,7 @@ def make_plan(
         starts=np.array(starts, dtype=np.int64),
         counts=np.array(counts, dtype=np.int64),
         samples=np.ones(len(slots), dtype=np.bool_),
-        scores_prompt=np.array([False] * len(slots) if asks is None else asks, dtype=np.bool_),
+        scores_prompt=np.array([False] * len(slots) if scores_prompt is None else scores_prompt, dtype=np.bool_),
         adapter_indices=np.zeros(len(slots), dtype=np.int64),
         new_sequences=tuple(new_sequences),
         new_blocks=np.zeros((0, 3), dtype=np.int64),
@@ -182,7 +182,7 @@ def make_plan(
 
 def alone(lm: CausalLM, sequence: Running) -> Running:
     """Run the same request in a batch of one."""
-    again = Running(sequence.prompt, sequence.sampling, sequence.stop, sequence.asks)
+    again = Running(sequence.prompt, sequence.sampling, sequence.stop, sequence.scores_prompt)
     Engine(lm).finish(again)
     return again
 
@@ -196,7 +196,7 @@ def check(oracle: Any, sequence: Running) -> None:
     ids, num_prompt, num_new = sequence.all_ids, len(sequence.prompt), len(sequence.logprobs)
     logits = oracle(torch.tensor([ids], device=oracle.device)).logits[0].cpu()
     lengths = torch.arange(len(ids) - num_new, len(ids))
-    sampler = Sampler([SequenceSampling.of(sequence.sampling, sequence.stop)] * num_new, logits.shape[-1])
+    sampler = Sampler([SequenceSampling.from_params(sequence.sampling, sequence.stop)] * num_new, logits.shape[-1])
     history = History(lengths, torch.full_like(lengths, num_prompt), torch.tensor([ids]).expand(num_new, -1))
     expected = sampler(logits[lengths - 1], history)
     assert ids[len(ids) - num_new :] == expected.token_ids.tolist()
@@ -243,7 +243,7 @@ def random_sequence(rng: random.Random) -> Running:
             eos_token_ids=frozenset(rng.choices(range(VOCAB), k=100)),
             stop_strings=("e",),
         ),
-        asks=rng.random() < 0.3,
+        scores_prompt=rng.random() < 0.3,
     )
 
 
@@ -262,7 +262,9 @@ def run_random_sequences(lm: CausalLM, seed: int, steps: int = 50) -> list[Runni
         joining = [random_sequence(rng) for _ in range(rng.choice([0, 0, 0, 1, 1, 2, 4]))]
         paused = [each for each in paused if each not in back] + [each for each in leaving if rng.random() < 0.5]
         everyone += joining
-        resumed = [Running(each.prompt, each.sampling, each.stop, each.asks, list(each.token_ids)) for each in back]
+        resumed = [
+            Running(each.prompt, each.sampling, each.stop, each.scores_prompt, list(each.token_ids)) for each in back
+        ]
         everyone += resumed
         engine.step(*joining, *resumed)
     while engine.running:
@@ -315,7 +317,7 @@ def test_preempted_sequence_continues_unchanged(lm: CausalLM, style: int) -> Non
     whole = Running(PROMPT, replace(STYLES[style], seed=11), StopParams(max_new_tokens=10, min_new_tokens=4))
     whole = alone(lm, whole)
     for cut in range(1, 10):
-        again = Running(PROMPT, whole.sampling, whole.stop, asks=True, token_ids=whole.token_ids[:cut])
+        again = Running(PROMPT, whole.sampling, whole.stop, scores_prompt=True, token_ids=whole.token_ids[:cut])
         Engine(lm).finish(again, Running(SHORT, SAMPLED))
         assert again.token_ids == whole.token_ids
         assert len(again.prompt_logprobs[0]) == len(PROMPT) - 1
@@ -363,7 +365,7 @@ def test_all_sequences_finish_while_others_start(lm: CausalLM, oracle: Any) -> N
     engine.leave(*engine.running.values())
     nothing = engine.step()
     assert (nothing.token_ids, nothing.logprobs, nothing.prompt_logprobs) == ([], [], [])
-    later = Running((90, 91, 92), asks=True)
+    later = Running((90, 91, 92), scores_prompt=True)
     engine.finish(later)
     check(oracle, later)
 
@@ -411,9 +413,11 @@ def test_prompt_logprobs_match_transformers(pair: Pair) -> None:
     engine.step(Running(SHORT))
     wild = SamplingParams(do_sample=True, temperature=3.0, repetition_penalty=2.0, logit_bias={9: 50.0})
     prompts = [PROMPT, SHORT, (8,), range(30, 60)]
-    asking = [Running(prompt, replace(wild, num_alternatives=n), asks=True) for n, prompt in enumerate(prompts)]
-    engine.finish(*asking, Running((44,) * 35))
-    for sequence in asking:
+    scored_sequences = [
+        Running(prompt, replace(wild, num_alternatives=n), scores_prompt=True) for n, prompt in enumerate(prompts)
+    ]
+    engine.finish(*scored_sequences, Running((44,) * 35))
+    for sequence in scored_sequences:
         [found] = sequence.prompt_logprobs
         assert len(found) == len(sequence.prompt) - 1
         check(pair.oracle, sequence)
@@ -422,8 +426,8 @@ def test_prompt_logprobs_match_transformers(pair: Pair) -> None:
 def test_running_sequence_reports_no_prompt_logprobs(lm: CausalLM) -> None:
     runner = PaddedRunner(lm)
     new = NewSequence(3, list(PROMPT), len(PROMPT), SamplingParams(), StopParams())
-    runner.submit(make_plan(0, [3], [0], [5], [new], asks=[True]))
-    assert runner.collect(runner.submit(make_plan(1, [3], [5], [1], asks=[True]))).prompt_logprobs == [[]]
+    runner.submit(make_plan(0, [3], [0], [5], [new], scores_prompt=[True]))
+    assert runner.collect(runner.submit(make_plan(1, [3], [5], [1], scores_prompt=[True]))).prompt_logprobs == [[]]
 
 
 # --- Stop conditions, which the engine handles ------------------------------------------------------------------------
@@ -467,7 +471,7 @@ POISON = VOCAB - 1
 
 @pytest.fixture
 def poisoned(lm: CausalLM) -> Iterator[CausalLM]:
-    """A token with a NaN embedding, which makes the following keys and values NaN."""
+    """Return a token with a NaN embedding, which makes the following keys and values NaN."""
     model: Any = lm.model
     weight = model.get_input_embeddings().weight
     kept = weight[POISON].detach().clone()
@@ -481,8 +485,8 @@ def poisoned(lm: CausalLM) -> Iterator[CausalLM]:
 @pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED, STYLES[5]])
 def test_nan_logits_are_reported_and_isolated(poisoned: CausalLM, oracle: Any, sampling: SamplingParams) -> None:
     engine = Engine(poisoned)
-    others = [Running(PROMPT, asks=True), Running(SHORT, SAMPLED), Running((90,) * 12)]
-    bad = Running((9, 9, POISON, 9), sampling, asks=True)
+    others = [Running(PROMPT, scores_prompt=True), Running(SHORT, SAMPLED), Running((90,) * 12)]
+    bad = Running((9, 9, POISON, 9), sampling, scores_prompt=True)
     engine.step(others[0])
     engine.step(bad, others[1])
     engine.step()

@@ -185,11 +185,11 @@ def test_invalid_merges_are_rejected(
 
 
 def test_notify_is_called_for_each_result(preparer: Preparer, targets: Any, originals: Path) -> None:
-    told = threading.Semaphore(0)
-    preparer.notify = told.release
+    notified = threading.Semaphore(0)
+    preparer.notify = notified.release
     for name in ("plain", "dora"):
         preparer.enqueue(make_spec(originals / name, targets))
-        assert told.acquire(timeout=WAIT_S)
+        assert notified.acquire(timeout=WAIT_S)
         assert len(preparer.pop_results()) == 1
 
 

@@ -192,13 +192,13 @@ def test_load_is_reported_without_step(worker: Worker, record: Record) -> None:
 
 
 def test_on_event_subscribes_to_memory_and_preparer(worker: Worker, record: Record) -> None:
-    told: list[str] = []
-    worker.on_event(lambda: told.append("news"))
+    notified: list[str] = []
+    worker.on_event(lambda: notified.append("news"))
     record.notify()  # as the preparer does
     (calls,) = record.calls
     assert calls[0] == "on_loaded"
     calls[1]()
-    assert told == ["news", "news"]
+    assert notified == ["news", "news"]
 
 
 def test_failed_load_raises_in_collect(worker: Worker, record: Record) -> None:
@@ -352,7 +352,7 @@ def capabilities(**settings: Any) -> Capabilities:
     return worker.capabilities
 
 
-def test_default_capabilities() -> None:
+def test_capabilities_have_defaults() -> None:
     found = capabilities()
     assert (found.vocab_size, found.max_num_seqs, found.block_size, found.itemsize) == (97, 3, 4, 4)
     assert (found.max_length, found.num_blocks) == (128, 3 * 128 // 4)  # more could never be used
@@ -629,7 +629,7 @@ def test_requested_but_unsupported_graphs_are_rejected() -> None:
             uses_graphs(model, config_of(cuda_graphs=True), group)
 
 
-def test_default_adapter_memory_sizes() -> None:
+def test_adapter_memory_has_default_sizes() -> None:
     assert memory.adapter_bytes(config_of(), CPU) == 2**30
     assert memory.adapter_bytes(config_of(adapter_bytes=0), CPU) == 0
     assert memory.adapter_host_bytes(config_of()) == machine_bytes() // 4

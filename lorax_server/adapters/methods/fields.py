@@ -73,6 +73,9 @@ BIAS_VALUES = {Method.LORA: ("none", "all", "lora_only"), Method.VERA: ("none", 
 # Initializations that modify the base model weights.
 BASE_CHANGING_INITS = ("pissa", "olora", "loftq", "corda", "lora_ga")
 KNOWN_INITS = ("true", "false", "gaussian", "orthogonal", "eva", "mica", *BASE_CHANGING_INITS)
+# Values of `task_type`.
+GENERATIVE_TASK = "CAUSAL_LM"
+POOLING_TASKS = ("FEATURE_EXTRACTION", "SEQ_CLS", "TOKEN_CLS")
 MAX_RANK = 65536
 MAX_ALPHA = 1e30  # the scale must fit into float32
 MAX_PATTERNS = 10_000
@@ -106,8 +109,8 @@ class ConfigReader:
         kind, methods = self.raw.get("peft_type"), {method.value: method for method in Method}
         if not isinstance(kind, str) or kind not in methods:
             raise self.error("peft_type", f"is not supported; only {', '.join(methods)} are")
-        if self.raw.get("task_type") not in (None, "CAUSAL_LM"):
-            raise self.error("task_type", "is not supported; only CAUSAL_LM is")
+        if self.raw.get("task_type") not in (None, GENERATIVE_TASK, *POOLING_TASKS):
+            raise self.error("task_type", f"is not supported; only {', '.join((GENERATIVE_TASK, *POOLING_TASKS))} are")
         return methods[kind]
 
     def check_init(self) -> None:
@@ -124,7 +127,7 @@ class ConfigReader:
     def check_fields(self, method: Method) -> None:
         fields = FIELDS[method]
         for key, value in self.raw.items():
-            if is_off(value) or key in fields.served | fields.training:
+            if is_disabled(value) or key in fields.served | fields.training:
                 continue
             if key in fields.unsupported:
                 raise self.error(key, f"is not supported: {fields.unsupported[key]}")
@@ -141,7 +144,7 @@ class ConfigReader:
         if not isinstance(value, dict) or not set(value) <= {"beta", "gamma"}:  # both affect training only
             raise self.error("kasa_config", "must be an object with beta and gamma")
         for other in ("use_dora", "use_bdlora"):
-            if not is_off(self.raw.get(other)):
+            if not is_disabled(self.raw.get(other)):
                 raise self.error("kasa_config", f"cannot be combined with {other}")
         return True
 
@@ -231,7 +234,7 @@ def _is_list_of(value: Any, kind: type) -> bool:
     return isinstance(value, list) and all(type(item) is kind for item in value)
 
 
-def is_off(value: Any) -> bool:
+def is_disabled(value: Any) -> bool:
     return value is None or value is False or value in ("", [], {})
 
 

@@ -33,7 +33,7 @@ EVICTION_ATTEMPTS = 3  # retries if a version is evicted during its download
 class RemoteSource(Source):
     """A remote source with a disk cache in huggingface_hub layout.
 
-    `lorax download` uses the same classes for base models, with `noun="model"`, a different `select_files` and no
+    `lorax download` uses the same classes for base models, with `kind="model"`, a different `select_files` and no
     disk budget.
     """
 
@@ -43,14 +43,14 @@ class RemoteSource(Source):
         *,
         timeout_s: float = 10.0,  # for each network operation
         budget: DiskBudget | None = None,
-        noun: str = "adapter",
+        kind: str = "adapter",
         select_files: Callable[[Collection[str]], Sequence[str]] = select_known_files,
         num_threads: int = 1,  # concurrent downloads of one version
     ) -> None:
         self._cache_dir = cache_dir
         self._timeout_s = timeout_s
         self._budget = budget
-        self._noun = noun
+        self._kind = kind
         self._select_files = select_files
         self._num_threads = num_threads
 
@@ -77,7 +77,7 @@ class RemoteSource(Source):
 
     @abstractmethod
     def _connect(self, token: str | None) -> AbstractContextManager[Any]:
-        """Return a client for the requests of one download."""
+        """Return a client for the requests in one download."""
 
     @abstractmethod
     def _open(
@@ -90,10 +90,10 @@ class RemoteSource(Source):
         """Return a function that returns True if a downloaded file has the right content."""
 
     def _label(self, name: str) -> str:
-        return f"{self._noun} {name!r}"
+        return f"{self._kind} {name!r}"
 
     def _download_missing(self, files: AdapterFiles, folder: Path, names: Sequence[str], token: str | None) -> None:
-        """Download files, then link them into `folder`, so that an interrupted download does not appear in it."""
+        """Download files, then link them into `folder`, so that the folder never contains incomplete files."""
         label = self._label(files.name)
         blobs = {file: folder.parent.parent / "blobs" / self._blob_name(files, file) for file in names}
         with self._reserve_space(label, folder, {blob: files.sizes[file] for file, blob in blobs.items()}):

@@ -57,7 +57,7 @@ class HostTier:
         return spec.num_elements * self._itemsize
 
     def finish_preparing(self, entry: AdapterEntry, result: Prepared) -> None:
-        """Record the result of a preparation."""
+        """Record a finished or failed preparation."""
         self.num_preparing -= 1
         self.bytes_used += result.num_bytes - entry.num_bytes
         entry.is_preparing, entry.num_bytes = False, result.num_bytes
@@ -96,8 +96,8 @@ class HostTier:
 
     def _find_droppable(self, include_started: bool) -> Iterator[AdapterEntry]:
         for entry in self._entries.values():
-            is_on_its_way = entry.index is not None or entry.is_wanted
-            if not entry.num_started and (entry.is_loaded or not is_on_its_way):
+            is_being_loaded = entry.index is not None or entry.is_wanted
+            if not entry.num_started and (entry.is_loaded or not is_being_loaded):
                 yield entry
         for entry in self._entries.values() if include_started else ():
             if entry.num_started and entry.is_loaded:  # stays on the device until its requests finish

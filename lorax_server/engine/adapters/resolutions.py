@@ -1,7 +1,7 @@
 """Caches adapter resolutions and failures, and decides when a stale resolution may be used.
 
-A local resolution is valid until a file changes. If the folder is invalid after a change, its files may be incomplete
-writes: the previous adapter is then served for up to `INCOMPLETE_WRITE_S` and marked as stale.
+A local resolution is valid until a file changes. If the folder is invalid after a change, its files may be partially
+written: the previous adapter is then served for up to `INCOMPLETE_WRITE_S` and marked as stale.
 
 A hub or S3 resolution is revalidated after `revalidate_s`. Until `valid_until`, it is still served during revalidation
 or if the source fails. This does not apply to requests with a token, because access rights may have changed.
@@ -48,7 +48,7 @@ class RecentFailure(NamedTuple):
 class ResolutionCache:
     """Caches resolutions and recent failures by adapter key.
 
-    The caller must hold the resolver's lock, except for `is_current` and `find_fallback`, which read files.
+    The caller must hold the resolver's lock, except for `check_current` and `find_fallback`, which read files.
     """
 
     def __init__(self, sources: AdapterSources, revalidate_s: float, clock: Callable[[], float]) -> None:
@@ -113,7 +113,7 @@ class ResolutionCache:
 
     # --- Without the lock: reads files --------------------------------------------------------------------------------
 
-    def is_current(self, key: RefKey, adapter: FoundAdapter) -> bool:
+    def check_current(self, key: RefKey, adapter: FoundAdapter) -> bool:
         """Return True if the adapter's files have not changed. Mark the files as used, so that they stay on disk."""
         self._sources.mark_used(key[0], adapter.spec.checkpoints[0].folder)
         return adapter.is_unchanged()
@@ -125,7 +125,7 @@ class ResolutionCache:
         if is_local(key):  # a local folder is never unreachable, but may contain incomplete files
             return self._find_previous(resolution, error)
         has_token = key[2] is not None
-        can_fall_back = isinstance(error, SourceError) and not has_token and self.is_current(key, resolution.adapter)
+        can_fall_back = isinstance(error, SourceError) and not has_token and self.check_current(key, resolution.adapter)
         return resolution.adapter if can_fall_back else None
 
     def _find_previous(self, resolution: Resolution, error: LoraxError) -> FoundAdapter | None:
@@ -133,7 +133,7 @@ class ResolutionCache:
         since, adapter = resolution.failing_since, resolution.adapter
         if since is None or self._clock() >= since + INCOMPLETE_WRITE_S or not adapter.is_overwritten():
             return None
-        return replace(adapter, resolved=adapter.resolved._replace(stale=Failure.of(error)))
+        return replace(adapter, resolved=adapter.resolved._replace(stale=Failure.from_error(error)))
 
 
 def is_incomplete_write(key: RefKey, resolution: Resolution | None, error: LoraxError) -> bool:

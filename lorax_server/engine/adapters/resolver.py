@@ -156,7 +156,7 @@ class AdapterResolver:
         try:
             now = self._clock()
             is_good = now < (resolution.revalidate_at if ref.token else resolution.valid_until)
-            if is_good and self._resolutions.is_current(key, resolution.adapter):
+            if is_good and self._resolutions.check_current(key, resolution.adapter):
                 if now >= resolution.revalidate_at:
                     self._revalidate_in_background(key, ref)
                 outcome = completed_future(resolution.adapter)
@@ -255,10 +255,10 @@ class AdapterResolver:
             resolution = self._resolutions.get(key)
         is_writing = is_incomplete_write(key, resolution, error)
         # Failures for unknown sources or overlong names are not cached.
-        is_worth_keeping = fetch.ref.source in self._threads and len(fetch.ref.name) <= MAX_NAME_LENGTH
+        should_cache = fetch.ref.source in self._threads and len(fetch.ref.name) <= MAX_NAME_LENGTH
         with self._lock:
             failure = self._resolutions.make_failure(key, error)
-            if self._fetches.get(key) is fetch and is_worth_keeping:
+            if self._fetches.get(key) is fetch and should_cache:
                 self._resolutions.put_failure(key, failure, is_writing)
         return failure
 

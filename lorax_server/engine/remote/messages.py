@@ -124,7 +124,7 @@ class QueryFailed(Reply[Failure], frozen=True):
 
 
 class Failed(EngineMessage, frozen=True):
-    """The engine's final message, with the reason why it stopped, and the error if the user caused it."""
+    """The engine's final message, with the reason why it stopped, and the exception if it is a user error."""
 
     message: str
     user_error: Failure | None = None
@@ -163,7 +163,7 @@ def reply_to_unreadable(data: bytes, error: ChannelError) -> FromEngine | None:
         return None
     match message:
         case {"query_id": int(query_id)}:
-            return QueryFailed(query_id, Failure.of(failure))
+            return QueryFailed(query_id, Failure.from_error(failure))
         case {"request": {"request_id": int(request_id)}}:
             return Outputs([Output.failed(request_id, failure)])
     return None

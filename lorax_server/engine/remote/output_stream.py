@@ -56,7 +56,7 @@ class OutputStream:
         self._wake()
 
     def close(self, error: Exception | None = None) -> None:
-        """Tell the reader that no more outputs follow. Later calls do not change the error."""
+        """Mark the stream as complete, and wake its reader. Later calls do not change the error."""
         if not self.is_closed:
             self.is_closed, self.error = True, error
         self._wake()

@@ -163,7 +163,7 @@ class _EngineLoop:
             self._channel.send(messages.Outputs(outputs))
 
     def _send_error(self, query_id: int, error: BaseException) -> None:
-        self._channel.send(messages.QueryFailed(query_id, Failure.of(_to_user_error(error))))
+        self._channel.send(messages.QueryFailed(query_id, Failure.from_error(_to_user_error(error))))
 
 
 def _to_user_error(error: BaseException) -> LoraxError:

@@ -4,10 +4,11 @@ The native kernels require a KV cache in the model dtype. Float8 caches use the 
 """
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 
-from lorax_server.kernels import reference
+from lorax_server.kernels import reference, whole_sequences
 from lorax_server.kernels.cpu.abi import struct_fields
 from lorax_server.kernels.cpu.library import DTYPES, Library
 from lorax_server.kernels.cpu.structs import NativeStruct
@@ -45,20 +46,36 @@ class CpuAttention:
             return self.decode_attention(q, cache, batch, spec)
         return self.prefill_attention(q, k, v, cache, batch, spec)
 
+    def attend_sequences(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        angles: CosSin | None,
+        lengths: Sequence[int],
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        if spec.soft_cap is not None:
+            return reference.attend_sequences(q, k, v, angles, lengths, spec)
+        if angles is not None:
+            for heads in _join_heads(q, k):
+                self.rotary(heads, *angles)
+        return whole_sequences.attend(q, k, v, lengths, spec)
+
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Apply RoPE as `reference.rotary` does."""
         tokens, heads, _ = x.shape
-        angles, turned = cos, sin
+        cosines, sines = cos, sin
         if cos.dtype != torch.float32 or not (cos.is_contiguous() and sin.is_contiguous()):
-            angles, turned = cos.float().contiguous(), sin.float().contiguous()
+            cosines, sines = cos.float().contiguous(), sin.float().contiguous()
         self._library.rotary(
             x.data_ptr(),
             *_strides(x),
             tokens,
             heads,
-            angles.data_ptr(),
-            turned.data_ptr(),
-            angles.shape[1],
+            cosines.data_ptr(),
+            sines.data_ptr(),
+            cosines.shape[1],
             DTYPES[x.dtype],
         )
 

@@ -68,30 +68,30 @@ class BufferPool:
 
     @property
     def num_bytes(self) -> int:
-        return sum(len(made) for made in self._made.values())
+        return sum(len(buffer) for buffer in self._made.values())
 
     def take(self, like: torch.Tensor, rows: int) -> torch.Tensor:
         """Return a tensor in a pooled buffer, shaped like `like` (with its strides), for a run with `rows` rows."""
         num_bytes = like.untyped_storage().nbytes()
         row_bytes = -(-num_bytes // rows)
         free = self._free.setdefault(row_bytes, [])
-        whole = free.pop() if free else self._make(row_bytes)
-        mine = whole[:num_bytes]  # finalized when the last tensor view is deleted
-        weakref.finalize(mine, free.append, whole).atexit = False
-        return torch.from_numpy(mine).view(like.dtype).as_strided(like.shape, like.stride(), like.storage_offset())
+        buffer = free.pop() if free else self._make(row_bytes)
+        view = buffer[:num_bytes]  # finalized when the last tensor view is deleted
+        weakref.finalize(view, free.append, buffer).atexit = False
+        return torch.from_numpy(view).view(like.dtype).as_strided(like.shape, like.stride(), like.storage_offset())
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return `tensor`, or a view of its pooled buffer that does not keep the buffer in use."""
-        whole = self._made.get(tensor.untyped_storage().data_ptr())
-        if whole is None:
+        buffer = self._made.get(tensor.untyped_storage().data_ptr())
+        if buffer is None:
             return tensor
-        same = torch.from_numpy(whole)[: tensor.untyped_storage().nbytes()].view(tensor.dtype)
+        same = torch.from_numpy(buffer)[: tensor.untyped_storage().nbytes()].view(tensor.dtype)
         return same.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def _make(self, row_bytes: int) -> _Bytes:
-        whole: _Bytes = torch.empty(max(row_bytes * self._max_rows, 1), dtype=torch.uint8).numpy()
-        self._made[whole.ctypes.data] = whole
-        return whole
+        buffer: _Bytes = torch.empty(max(row_bytes * self._max_rows, 1), dtype=torch.uint8).numpy()
+        self._made[buffer.ctypes.data] = buffer
+        return buffer
 
 
 class CpuGraph:
@@ -109,11 +109,11 @@ class CpuGraph:
 class RecordingLibrary(Library):
     """A kernel library whose functions record their calls instead of executing them."""
 
-    def __init__(self, library: Library, note: Callable[..., None]) -> None:
+    def __init__(self, library: Library, on_call: Callable[..., None]) -> None:
         self.panel, self.weight_bias = library.panel, library.weight_bias
         self.has_tiles, self.has_dot = library.has_tiles, library.has_dot
         for op in ARGUMENT_TYPES:
-            setattr(self, op, partial(note, op))
+            setattr(self, op, partial(on_call, op))
 
 
 class Recording(TorchDispatchMode):

@@ -24,7 +24,7 @@ OPENMP_PREFIXES = ("libgomp", "libiomp5", "libomp")
 
 
 class LibraryUnavailableError(Exception):
-    """No native kernel library can be used. The message gives the reason."""
+    """No native kernel library can be used. The message contains the reason."""
 
 
 class Library:
@@ -120,9 +120,9 @@ def _load_torch_openmp() -> ctypes.CDLL:
     found = [path for path in _loaded_libraries() if os.path.basename(path).startswith(OPENMP_PREFIXES)]
     if not found:
         raise LibraryUnavailableError("torch has no OpenMP library, which sets the number of threads")
-    beside_torch = str(Path(torch.__file__).parent)  # the library is in torch/ or in torch.libs/
-    ours = [path for path in found if path.startswith(beside_torch)]
-    return ctypes.CDLL((ours or found)[0], mode=ctypes.RTLD_GLOBAL)
+    torch_folder = str(Path(torch.__file__).parent)  # the library is in torch/ or in torch.libs/
+    bundled = [path for path in found if path.startswith(torch_folder)]
+    return ctypes.CDLL((bundled or found)[0], mode=ctypes.RTLD_GLOBAL)
 
 
 def _loaded_libraries() -> list[str]:

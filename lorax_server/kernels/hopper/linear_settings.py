@@ -5,7 +5,7 @@ from functools import cache
 from importlib.resources import files
 from typing import NamedTuple
 
-TABLE = "linear_settings.json"  # measured on an H200
+SETTINGS_FILE = "linear_settings.json"  # measured on an H200
 
 
 class LinearLaunchSetting(NamedTuple):
@@ -19,13 +19,16 @@ class LinearLaunchSetting(NamedTuple):
 
 
 @cache
-def _table() -> dict[str, dict[str, list[int]]]:
-    tables: dict[str, dict[str, list[int]]] = json.loads((files("lorax_server.kernels.hopper") / TABLE).read_text())
-    return tables
+def _load_measured_settings() -> dict[str, dict[str, list[int]]]:
+    """Return measured settings by number of SMs, then by "inputs outputs height"."""
+    path = files("lorax_server.kernels.hopper") / SETTINGS_FILE
+    settings: dict[str, dict[str, list[int]]] = json.loads(path.read_text())
+    return settings
 
 
 def find_setting(inputs: int, outputs: int, height: int, num_sms: int) -> LinearLaunchSetting:
-    known = _table().get(f"{num_sms}", {}).get(f"{inputs} {outputs} {height}")
+    """Return the measured settings for a layer, or estimated settings if this shape was not measured."""
+    known = _load_measured_settings().get(f"{num_sms}", {}).get(f"{inputs} {outputs} {height}")
     setting = LinearLaunchSetting(*known) if known else estimate_setting(outputs, height, num_sms)
     assert setting.lora_blocks % setting.cluster == 0, "lora_blocks must be a multiple of the cluster size"
     return setting

@@ -34,7 +34,7 @@ class PrefillVariant:
     soft_cap: bool
 
     @property
-    def groups(self) -> int:
+    def num_warpgroups(self) -> int:
         """Return the number of compute warpgroups (64 rows each): three if registers allow, otherwise two."""
         return 3 if self.head_dim <= 64 else 2
 
@@ -46,11 +46,11 @@ class PrefillVariant:
     @property
     def rows(self) -> int:
         """Return the number of rows per block: tokens x packed heads."""
-        return 64 * self.groups
+        return 64 * self.num_warpgroups
 
     @property
     def threads(self) -> int:
-        return 128 * (self.groups + 1)
+        return 128 * (self.num_warpgroups + 1)
 
     @property
     def shared_bytes(self) -> int:
@@ -62,7 +62,7 @@ class PrefillVariant:
     @property
     def source(self) -> str:
         soft_cap = "true" if self.soft_cap else "false"
-        sizes = f"{self.head_dim}, {self.keys}, {STAGES}, {self.groups}"
+        sizes = f"{self.head_dim}, {self.keys}, {STAGES}, {self.num_warpgroups}"
         arguments = f"{CUDA_TYPES[self.dtype]}, {sizes}, {soft_cap}"
         return "\n".join(
             (
@@ -198,13 +198,13 @@ def _cache_map(cache: torch.Tensor, rows: int) -> bytes:
 
 
 def choose_packed_heads(group: int, rows: int) -> int:
-    """Return the number of query heads per block: the largest divisor of `group` that leaves few rows idle."""
+    """Return the number of query heads per block: the largest divisor of `group` with few idle rows."""
     divisors = [pack for pack in range(1, min(group, rows) + 1) if group % pack == 0]
     return max(pack for pack in divisors if rows % pack <= MAX_IDLE_ROWS)
 
 
 def list_prefill_tiles(inputs: Iterable[int], cached: Iterable[int], tokens: int) -> Tiles:
-    """Return the tiles of sequences with several new tokens, `[tiles, 4]`, in descending order of work.
+    """Return tiles for sequences with several new tokens, `[tiles, 4]`, in descending order of work.
 
     The columns are: sequence, first token in the batch, its position, and the number of tokens up to the sequence end.
     """

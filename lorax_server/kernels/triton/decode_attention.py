@@ -86,7 +86,7 @@ class ScoreScales(NamedTuple):
     value: float
 
     @classmethod
-    def of(cls, cache: torch.Tensor, spec: AttentionSpec) -> "ScoreScales":
+    def from_spec(cls, cache: torch.Tensor, spec: AttentionSpec) -> "ScoreScales":
         k_scale, v_scale = (spec.k_scale, spec.v_scale) if cache.dtype.itemsize == 1 else (1.0, 1.0)
         score = spec.scale * k_scale * math.log2(math.e)
         if spec.soft_cap is None:
@@ -135,7 +135,7 @@ def _launch(
     _decode_kernel[(min(work.programs, len(q) * work.max_splits * num_kv_heads),)](
         *(q, *cache, batch.block_tables, batch.input_lengths, batch.cache_lengths, work.items, *results),
         *(spec.window_or_max, q.stride(0), q.stride(1), batch.block_tables.stride(0), work.max_splits),
-        *ScoreScales.of(cache[0], spec),
+        *ScoreScales.from_spec(cache[0], spec),
         q if spec.slopes is None else spec.slopes,
         HAS_CAP=spec.soft_cap is not None,
         HAS_SLOPES=spec.slopes is not None,

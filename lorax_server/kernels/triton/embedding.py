@@ -97,11 +97,11 @@ def _find_row(buffer, fields, local):
 
 
 @triton.jit
-def _replace_rows(value, buffer, offset, position, is_there, columns, WIDTH: tl.constexpr):
-    """Return `value`, with rows replaced by the adapter's rows where `is_there` is True."""
+def _replace_rows(value, buffer, offset, position, is_replaced, columns, WIDTH: tl.constexpr):
+    """Return `value`, with rows replaced by the adapter's rows where `is_replaced` is True."""
     pointers = buffer + tl.multiple_of(offset, ALIGNMENT) + position.to(tl.int64)[:, None] * WIDTH + columns[None, :]
-    row = tl.load(pointers, mask=is_there[:, None] & (columns < WIDTH)[None, :], other=0.0)
-    return tl.where(is_there[:, None], row, value)
+    row = tl.load(pointers, mask=is_replaced[:, None] & (columns < WIDTH)[None, :], other=0.0)
+    return tl.where(is_replaced[:, None], row, value)
 
 
 @triton.jit

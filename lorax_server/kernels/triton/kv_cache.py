@@ -84,7 +84,7 @@ def rotate_and_write(
         HEADS=heads,
         GROUPS=groups,
         BLOCK=block,
-        REST=triton.next_power_of_2(max(1, head_dim - 2 * half)),
+        UNROTATED=triton.next_power_of_2(max(1, head_dim - 2 * half)),
         DIM=triton.next_power_of_2(head_dim),
     )
 
@@ -132,7 +132,7 @@ def _rotate_and_write_kernel(
     q, k, v, cos, sin, k_cache, v_cache, slots, q_token, q_head, k_token, k_head, v_token, v_head, angle_token, k_scale,
     v_scale, DTYPE_MAX: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
-    REST: tl.constexpr, DIM: tl.constexpr,
+    UNROTATED: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """Rotate one group of query heads, or rotate and store one group of key heads and store their values."""
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -154,9 +154,15 @@ def _rotate_and_write_kernel(
     _store(k_cache + cache_offsets + pairs, first, k_scale, is_rotated, DTYPE_MAX)
     _store(k_cache + cache_offsets + HALF + pairs, second, k_scale, is_rotated, DTYPE_MAX)
     if HEAD_DIM > 2 * HALF:
-        rest = 2 * HALF + tl.arange(0, REST)[None, :]
-        mask = is_stored & (rest < HEAD_DIM)
-        _store(k_cache + cache_offsets + rest, tl.load(keys + rest, mask=mask, other=0.0), k_scale, mask, DTYPE_MAX)
+        unrotated = 2 * HALF + tl.arange(0, UNROTATED)[None, :]
+        mask = is_stored & (unrotated < HEAD_DIM)
+        _store(
+            k_cache + cache_offsets + unrotated,
+            tl.load(keys + unrotated, mask=mask, other=0.0),
+            k_scale,
+            mask,
+            DTYPE_MAX,
+        )
     dims = tl.arange(0, DIM)[None, :]
     mask = is_stored & (dims < HEAD_DIM)
     value = tl.load(v + token * v_token + heads * v_head + dims, mask=mask, other=0.0)

@@ -56,11 +56,11 @@ def find_slice(block, WIDTHS: tl.constexpr, SLICES: tl.constexpr, BLOCK: tl.cons
     for s in tl.static_range(1, SLICES):
         first_block += (WIDTHS[s - 1] + BLOCK - 1) // BLOCK
         first_column += WIDTHS[s - 1]
-        is_here = block >= first_block
-        index = tl.where(is_here, s, index)
-        width = tl.where(is_here, WIDTHS[s], width)
-        start = tl.where(is_here, first_column, start)
-        block_start = tl.where(is_here, first_block, block_start)
+        is_in_slice = block >= first_block
+        index = tl.where(is_in_slice, s, index)
+        width = tl.where(is_in_slice, WIDTHS[s], width)
+        start = tl.where(is_in_slice, first_column, start)
+        block_start = tl.where(is_in_slice, first_block, block_start)
     return index, width, start, (block - block_start) * BLOCK
 
 

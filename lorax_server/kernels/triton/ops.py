@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from lorax_server.kernels import reference
+from lorax_server.kernels import reference, whole_sequences
 from lorax_server.kernels.ops import (
     MAX_RANK,
     Activation,
@@ -71,6 +71,22 @@ class TritonOps:
         if batch.cu_seqlens is None:
             return decode_attention(q, cache, batch, spec)
         return prefill_attention(q, k, v, cache, batch, spec)
+
+    def attend_sequences(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        angles: CosSin | None,
+        lengths: Sequence[int],
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        if spec.soft_cap is not None:
+            return reference.attend_sequences(q, k, v, angles, lengths, spec)
+        if angles is not None:
+            reference.rotary(q, *angles)
+            reference.rotary(k, *angles)
+        return whole_sequences.attend(q, k, v, lengths, spec)
 
     def prepare(self, linears: Sequence[LinearWeights], with_lora: bool) -> None:
         """Do nothing, because Triton compiles kernels at their first launch."""

@@ -149,7 +149,7 @@ def _plan_kernel(input_lengths, cache_lengths, bounds, tiles, num_seqs, max_tile
 
 
 def _mark_decode_rows(batch: PagedBatch) -> _DecodeRows:
-    """Return all sequences in a graph's batch. Sequences that do not have exactly one new token get length 0."""
+    """Return all sequences in a graph's batch, with length 0 for those without exactly one new token."""
     assert batch.cu_seqlens is not None
     is_single, first, last = batch.input_lengths == 1, batch.cu_seqlens[:-1].long(), len(batch.slots)
     cached = torch.where(is_single, batch.cache_lengths, 0)
@@ -187,10 +187,10 @@ def _launch(
     compute = dot_dtype(q, cache[0])
     _prefill_kernel[(q.shape[1] // packed, len(tiles))](
         *(q, *cache, tables, tiles, out, spec.window_or_max, q.stride(0), q.stride(1), tables.stride(0)),
-        *ScoreScales.of(cache[0], spec),
+        *ScoreScales.from_spec(cache[0], spec),
         q if spec.slopes is None else spec.slopes,
         # Tensor cores sum in a fixed order. In float32, the compiler could choose another order without masks.
-        HAS_WHOLE=compute != tl.float32 or q.is_cpu,
+        HAS_UNMASKED=compute != tl.float32 or q.is_cpu,
         HAS_WINDOW=spec.window is not None,
         HAS_CAP=spec.soft_cap is not None,
         HAS_SLOPES=spec.slopes is not None,
@@ -224,7 +224,7 @@ def _attend(
 ):  # fmt: skip
     """Return the attention state after accumulating keys `start` to `stop`. Edge tiles apply a mask to each row.
 
-    Edge and inner tiles perform the same operations in the same order, so both produce equal bits.
+    Edge and inner tiles perform the same operations in the same order, so both results are bitwise equal.
     """
     dims = tl.arange(0, query.shape[1])
     is_masked: tl.constexpr = IS_EDGE or query.shape[1] != HEAD_DIM
@@ -260,7 +260,7 @@ def _attend(
 @triton.jit(do_not_specialize=["tables", "tiles", "window", "table_row"])
 def _prefill_kernel(
     q, k_cache, v_cache, tables, tiles, out, window, q_token, q_head, table_row, inner, scale, v_scale,
-    slopes, HAS_WHOLE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
+    slopes, HAS_UNMASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
     IS_RESCALED: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PACKED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, COMPUTE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -283,17 +283,17 @@ def _prefill_kernel(
     keys, values = k_cache + kv_head * (BLOCK_SIZE * HEAD_DIM), v_cache + kv_head * (BLOCK_SIZE * HEAD_DIM)
     table = tables + seq * table_row
     edge = tl.maximum(position + 1 - window, 0) // KEYS * KEYS
-    if HAS_WHOLE:  # keys from `whole` to `edge` are visible to all rows
+    if HAS_UNMASKED:  # keys from `unmasked` to `edge` are visible to all rows
         first, edge = edge, (position + 1) // KEYS * KEYS
-        whole = tl.minimum(tl.cdiv(tl.maximum(end - window, 0), KEYS) * KEYS, edge)
+        unmasked = tl.minimum(tl.cdiv(tl.maximum(end - window, 0), KEYS) * KEYS, edge)
         if HAS_WINDOW:
             acc, total, highest = _attend(
-                query, power, slope, acc, total, highest, keys, values, table, at_row, first, whole, end, window,
+                query, power, slope, acc, total, highest, keys, values, table, at_row, first, unmasked, end, window,
                 inner, scale, True, HAS_WINDOW, HAS_CAP, HAS_SLOPES, IS_RESCALED, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM,
                 KEYS,
             )  # fmt: skip
         acc, total, highest = _attend(
-            query, power, slope, acc, total, highest, keys, values, table, at_row, whole, edge, end, window, inner,
+            query, power, slope, acc, total, highest, keys, values, table, at_row, unmasked, edge, end, window, inner,
             scale, False, HAS_WINDOW, HAS_CAP, HAS_SLOPES, IS_RESCALED, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, KEYS,
         )  # fmt: skip
     acc, total, highest = _attend(

@@ -14,7 +14,9 @@ class NextTokenChooser:
 
     def __init__(self, params: SamplingParams, stop: StopParams | None = None, prompt_length: int = 0) -> None:
         self.params = params
-        self.sequence_sampling = SequenceSampling(params) if stop is None else SequenceSampling.of(params, stop)
+        self.sequence_sampling = (
+            SequenceSampling(params) if stop is None else SequenceSampling.from_params(params, stop)
+        )
         self.prompt_length = prompt_length
 
     @classmethod

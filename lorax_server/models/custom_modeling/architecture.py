@@ -17,7 +17,7 @@ from lorax_server.weights import Weights
 
 
 class BiasFlags(NamedTuple):
-    """Flags that say which linear layers have a bias."""
+    """Flags for the linear layers that have a bias."""
 
     qkv: bool = False
     output: bool = False

@@ -1,6 +1,6 @@
 """Rate limits: concurrent completions in total and per key; requests, tokens and new adapters per minute and key.
 
-Requests above a limit are rejected with a retry time. Each rate is a token bucket that holds the limit for one
+Requests above a limit are rejected with a retry time. Each rate is a token bucket whose capacity is the limit for one
 minute. Tokens are charged when a request finishes, so a key can be in debt. The new-adapter limit does not apply to
 known adapters.
 """
@@ -43,8 +43,8 @@ class TokenBucket:
     def consume(self, amount: int) -> None:
         if self.per_minute:
             now = self._clock()
-            earned = (now - self._updated_at) * self.per_minute / MINUTE_S
-            self._level = min(float(self.per_minute), self._level + earned) - amount
+            refill = (now - self._updated_at) * self.per_minute / MINUTE_S
+            self._level = min(float(self.per_minute), self._level + refill) - amount
             self._updated_at = now
 
 

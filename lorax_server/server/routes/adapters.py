@@ -58,7 +58,7 @@ def _add_adapter_routes(router: APIRouter, service: Service) -> None:
         "/v1/adapters/unload", operation_id="unload_adapter", response_model=AdapterList, responses=ERRORS_AND_CONFLICT
     )
     async def unload(request: Request, body: AdapterRequest) -> Response:
-        """Unload an adapter when no request needs it any more, even if it is pinned under this name. A later request
+        """Unload an adapter once no request uses it, even if it is pinned under this name. A later request
         loads it again, unless its name was assigned by the load route."""
         key = service.check_admin(request, "unload", body.adapter_id)
         request.state.adapter_change = await unload_adapter(service, key, body.adapter_id, body.adapter_source)
@@ -96,7 +96,7 @@ def _add_vllm_routes(router: APIRouter, service: Service) -> None:
 
 
 async def load_adapter(service: Service, key: Key, choice: ModelSelection, pin: bool | None) -> str:
-    """Resolve a name without the cache, load the adapter and return its identity.
+    """Resolve a name, bypassing the cache, load the adapter and return its identity.
 
     Older versions that the name resolved to are unloaded.
     """
@@ -149,7 +149,7 @@ async def unload_adapter(service: Service, key: Key, adapter_id: str, source: st
 
 
 async def _find_other_pins(service: Service, identity: str, name: AdapterKey) -> list[str]:
-    """Return other names that have pinned this adapter. The engine is queried, because restarts remove its pins."""
+    """Return the other names that pin this adapter. The engine is queried, because restarts remove its pins."""
     others = service.adapter_index.pinning_names(identity) - {name}
     if not others or not any(state.is_pinned for state in await service.engine.list_adapters([identity])):
         return []

@@ -25,6 +25,7 @@ from lorax_server.server.schemas.lorax import (
     GenerateResponse,
     MergedAdapters,
 )
+from lorax_server.server.schemas.pooling import PoolingParameters
 from lorax_server.server.schemas.unsupported_fields import GENERATE, reject_misplaced
 from lorax_server.server.service import Service
 from lorax_server.structured_output import request_formats
@@ -42,7 +43,9 @@ def make_router(service: Service) -> APIRouter:
     @router.post("/generate", operation_id="generate", response_model=GenerateResponse, responses=ERRORS)
     async def generate(request: Request, body: GenerateRequest) -> Response:
         """Complete a prompt."""
-        return await RequestContext(service, request).run(lambda context: _generate_whole(context, body, as_list=False))
+        return await RequestContext(service, request).run(
+            lambda context: _generate_response(context, body, as_list=False)
+        )
 
     @router.post("/generate_stream", operation_id="generate_stream", response_class=Response, responses=ERRORS)
     async def generate_stream(request: Request, body: GenerateRequest) -> Response:
@@ -53,7 +56,9 @@ def make_router(service: Service) -> APIRouter:
         """Complete a prompt. The response is a list with one item, or a stream if `stream` is true."""
         if body.stream:
             return await generate_stream(request, body)
-        return await RequestContext(service, request).run(lambda context: _generate_whole(context, body, as_list=True))
+        return await RequestContext(service, request).run(
+            lambda context: _generate_response(context, body, as_list=True)
+        )
 
     for path, name in (("/", "answer"), ("/invocations", "invoke")):
         router.post(path, operation_id=name, response_model=list[GenerateResponse], responses=ERRORS)(compat)
@@ -73,7 +78,7 @@ async def _prepare(context: RequestContext, body: GenerateRequest, is_stream: bo
     return await context.prepare(await context.resolve(choice), body.inputs, options)
 
 
-async def _generate_whole(context: RequestContext, body: GenerateRequest, as_list: bool) -> Response:
+async def _generate_response(context: RequestContext, body: GenerateRequest, as_list: bool) -> Response:
     generations = await _prepare(context, body, is_stream=False)
     await finish_all(generations)
     return await context.build_response(lambda: _write(context, body, generations, as_list))
@@ -166,7 +171,7 @@ def _prefill(generation: RemoteGeneration) -> list[dict[str, Any]]:
 # --- Parameters: the checks, their order and their messages match LoRAX -----------------------------------------------
 
 
-def choose_adapter(parameters: GenerateParameters, names: ModelNames) -> ModelSelection:
+def choose_adapter(parameters: GenerateParameters | PoolingParameters, names: ModelNames) -> ModelSelection:
     merged, token = parameters.merged_adapters, parameters.api_token or None
     check(
         parameters.adapter_id is None or merged is None,
@@ -289,8 +294,8 @@ def _check_ranges(parameters: GenerateParameters, config: ServerConfig) -> None:
         ),
         (parameters.max_new_tokens, lambda value: value >= 1, "`max_new_tokens` must be strictly positive"),
     )
-    for value, holds, message in rules:
-        check(value is None or holds(value), message)  # NaN fails every rule
+    for value, is_valid, message in rules:
+        check(value is None or is_valid(value), message)  # NaN fails every rule
 
 
 def _is_penalty(value: float) -> bool:
@@ -300,7 +305,7 @@ def _is_penalty(value: float) -> bool:
 def _uses_sampling(parameters: GenerateParameters, any_temperature: bool = False) -> bool:
     """Return True if the parameters enable sampling, according to LoRAX's rules.
 
-    With `any_temperature`, values without effect count too, such as a temperature of 1. LoRAX does this for `best_of`.
+    With `any_temperature`, values without effect also count, such as a temperature of 1. LoRAX does this for `best_of`.
     """
     temperature = parameters.temperature
     by_temperature = temperature is not None and (any_temperature or temperature not in (0, 1))

@@ -74,7 +74,7 @@ class CallRules(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call of a function."""
+    """A function call."""
 
     name: str
     arguments: Mapping[str, Any]

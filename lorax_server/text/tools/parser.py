@@ -168,9 +168,9 @@ class ToolOutputParser:
         text, self._buffer = self._buffer + text, ""
         if self._is_at_start:
             first = text.lstrip()
-            blanks = find_whitespace_start(text, len(text) - len(first))
-            self._add_text(text[:blanks], events)
-            text = text[blanks:]
+            whitespace_start = find_whitespace_start(text, len(text) - len(first))
+            self._add_text(text[:whitespace_start], events)
+            text = text[whitespace_start:]
             if not first:
                 self._buffer = text
                 return ""

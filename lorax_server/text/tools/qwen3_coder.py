@@ -41,7 +41,7 @@ class Qwen3CoderToolCallParser(ToolCallParser):
     """Parses one call. Accepts calls without `<tool_call>` or `</tool_call>`."""
 
     def __init__(self, tools: ToolSet, finders: dict[int, JsonTypeFinder]) -> None:
-        """`finders` maps schema ids to type finders, and is shared by all parsers of one format."""
+        """Create a parser. `finders` maps schema IDs to type finders, and is shared by all parsers for one format."""
         super().__init__(TOOL_CALL_END)
         self._tools = tools
         self._finders = finders
@@ -89,7 +89,7 @@ class Qwen3CoderToolCallParser(ToolCallParser):
             raise MalformedCallError
 
     def _parse(self, body: str) -> dict[str, str] | None:
-        """Return each argument's JSON text by name, or None if the end tag is part of a value."""
+        """Return a map from argument name to JSON text, or None if the end tag is part of a value."""
         schema = self._tools.schemas[self._function]
         finder = self._finders.setdefault(id(schema), JsonTypeFinder(schema))
         arguments: dict[str, str] = {}

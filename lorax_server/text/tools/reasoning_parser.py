@@ -47,16 +47,16 @@ class ReasoningParser:
         """Parse the opening tag if there is one. Return the text after it."""
         first = text.lstrip()
         start = len(text) - len(first)
-        blanks, end = find_whitespace_start(text, start), start + len(THINK_START)
-        self._add(text[:blanks], text[:blanks], parts)
+        whitespace_start, end = find_whitespace_start(text, start), start + len(THINK_START)
+        self._add(text[:whitespace_start], text[:whitespace_start], parts)
         if first != THINK_START and THINK_START.startswith(first):  # not decided yet
-            self._buffer = text[blanks:]
+            self._buffer = text[whitespace_start:]
             return ""
         self._is_at_start = False
         if not first.startswith(THINK_START):
-            return text[blanks:]
+            return text[whitespace_start:]
         self.is_reasoning = self._drops_whitespace = True
-        parts.append(CompletionPart("", text[blanks:end], True))
+        parts.append(CompletionPart("", text[whitespace_start:end], True))
         return text[end:]
 
     def _parse_reasoning(self, text: str, parts: list[CompletionPart]) -> str:

@@ -48,7 +48,7 @@ class Repo:
 class HubServer(Server):
     def __init__(self) -> None:
         self.repos: dict[str, Repo] = {}
-        self.knows_ranges = True
+        self.supports_ranges = True
         self.files_are_at: str | None = None  # redirect file downloads to this server
         super().__init__()
 
@@ -66,7 +66,7 @@ class HubServer(Server):
     def describe(self, request: Request, name: str, revision: str) -> Reply:
         repo, files = self.repos.get(name), self.files_of(name, revision)
         if repo is None or files is None or not may_see(request, repo):
-            return refusal(repo, files)
+            return error_reply(repo, files)
         info: dict[str, Any]
         info = {"id": name, "sha": commit_of(files), "siblings": [describe(*item) for item in files.items()]}
         if repo.model_type:
@@ -76,7 +76,7 @@ class HubServer(Server):
     def send_file(self, request: Request, name: str, revision: str, file: str) -> Reply:
         repo, files = self.repos.get(name), self.files_of(name, revision)
         if repo is None or files is None or not may_read(request, repo):
-            return refusal(repo, files)
+            return error_reply(repo, files)
         headers = {"X-Repo-Commit": commit_of(files)}
         if file not in files:
             return Reply(404, headers | {"X-Error-Code": "EntryNotFound"})
@@ -88,7 +88,7 @@ class HubServer(Server):
 
     def send_range(self, request: Request, headers: dict[str, str], content: bytes) -> Reply:
         wanted = re.fullmatch(r"bytes=(\d+)-", request.headers.get("range", ""))
-        if wanted is None or not self.knows_ranges:
+        if wanted is None or not self.supports_ranges:
             return Reply(200, headers | {"Content-Length": str(len(content))}, content)
         start = int(wanted[1])
         if start >= len(content):
@@ -109,7 +109,7 @@ def may_see(request: Request, repo: Repo) -> bool:
     return repo.gated or may_read(request, repo)
 
 
-def refusal(repo: Repo | None, files: dict[str, bytes] | None) -> Reply:
+def error_reply(repo: Repo | None, files: dict[str, bytes] | None) -> Reply:
     if repo is None:
         return Reply(404, {"X-Error-Code": "RepoNotFound"})
     if files is None:

@@ -28,7 +28,7 @@ class Reply:
 
 @dataclass
 class Fault:
-    """A fault for the next `times` requests."""
+    """A fault to inject into the next `times` requests."""
 
     times: float = float("inf")
     reply: Reply | None = None  # replaces the response
@@ -43,7 +43,7 @@ def _do_nothing(request: Request) -> None:
 
 
 class Server:
-    """Answers with `answer(request)`, on a free port, until it is closed."""
+    """An HTTP server on a free port that responds with `answer(request)` until it is closed."""
 
     def __init__(self) -> None:
         self.seen: list[Request] = []
@@ -59,7 +59,7 @@ class Server:
         raise NotImplementedError
 
     def key(self, request: Request) -> str:
-        """The request name that faults refer to."""
+        """Return the name by which faults select this request."""
         return request.file
 
     def requests(self, key: str) -> list[Request]:

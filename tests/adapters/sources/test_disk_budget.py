@@ -157,9 +157,9 @@ def test_error_if_all_versions_are_in_use(tmp_path: Path, root: Path, clock: Clo
 
 def test_adapter_larger_than_budget_names_flag(tmp_path: Path, root: Path, clock: Clock) -> None:
     room = make_budget(tmp_path, clock).reserve_space("adapter 'x'", 6 * MB)
-    with pytest.raises(AdapterError, match="raise --adapter-disk-bytes") as refused, room:
+    with pytest.raises(AdapterError, match="raise --adapter-disk-bytes") as caught, room:
         pass
-    assert type(refused.value) is AdapterError  # a retry would not help
+    assert type(caught.value) is AdapterError  # a retry would not help
 
 
 @pytest.mark.parametrize("reason", ["larger than the budget", "others are in use"])

@@ -158,7 +158,7 @@ def test_identity_uses_validated_file(root: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_later_roots_are_not_accessed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later roots may hang."""
+    """Accessing a later root could block, because its file system may hang."""
     later = root.parent / "later"
     write(later / "poet", "later")
     looked: list[str] = []

@@ -386,7 +386,7 @@ def test_no_retry_without_progress(hub: HubServer, source: HubSource) -> None:
 
 
 def test_download_restarts_without_range_support(hub: HubServer, source: HubSource) -> None:
-    hub.knows_ranges = False
+    hub.supports_ranges = False
     hub.faults[WEIGHTS] = Fault(times=1, cut_after=100_000)
     check_contents(fetch(source, NAME))
 

@@ -52,7 +52,7 @@ def test_token_is_ignored(source: LocalSource) -> None:
     check_contents(fetch(source, "team/adapter", "hf_any"))
 
 
-def test_first_matching_root_wins(tmp_path: Path, root: Path) -> None:
+def test_first_matching_root_is_used(tmp_path: Path, root: Path) -> None:
     write(tmp_path / "second" / "team" / "adapter", {**ADAPTER, WEIGHTS: b"second"})
     write(tmp_path / "second" / "other")
     source = LocalSource([root, tmp_path / "second"])
@@ -99,7 +99,7 @@ def test_linked_root_switches_atomically(tmp_path: Path, root: Path) -> None:
         fetch(source, str(root / "team" / "adapter"))  # no longer below a root
 
 
-def test_no_adapters_without_roots(root: Path) -> None:
+def test_source_without_roots_has_no_adapters(root: Path) -> None:
     with pytest.raises(AdapterNotFoundError):
         fetch(LocalSource([]), str(root / "team" / "adapter"))
 

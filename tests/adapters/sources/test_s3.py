@@ -136,8 +136,8 @@ def leftovers(tmp_path: Path) -> list[str]:
 
 def test_adapter_is_downloaded(proxy: S3Proxy, source: S3Source) -> None:
     check_contents(fetch(source, NAME))
-    asked = {proxy.key(request) for request in proxy.seen}
-    assert asked == {"list", "head", *ADAPTER}
+    requested = {proxy.key(request) for request in proxy.seen}
+    assert requested == {"list", "head", *ADAPTER}
 
 
 def test_bucket_in_name_is_optional(source: S3Source) -> None:
@@ -391,7 +391,7 @@ def test_credentials_do_not_appear_in_errors(
     assert "a-secret-key" not in caplog.text
 
 
-def test_missing_boto3_names_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_boto3_error_names_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "boto3", None)
     with pytest.raises(ConfigError, match=r"pip install 'lorax_server\[s3\]'"):
         S3Source(BUCKET, tmp_path)
@@ -421,7 +421,7 @@ def test_next_request_resumes_download(proxy: S3Proxy, source: S3Source) -> None
 
 
 def test_download_restarts_without_range_support(proxy: S3Proxy, source: S3Source) -> None:
-    proxy.knows_ranges = False
+    proxy.supports_ranges = False
     proxy.faults[WEIGHTS] = Fault(times=1, cut_after=2**17)
     check_contents(fetch(source, NAME))
 

@@ -23,15 +23,15 @@ class FakeSource(Source):
         self.folder = folder
         self.calls: list[tuple[Any, ...]] = []
         self.sizes = {file: len(content) for file, content in files.items()}
-        self.refusal: Exception | None = None
+        self.error: Exception | None = None
         self.types: dict[str, str] = {}
         for file, content in files.items():
             (folder / file).write_bytes(content)
 
     def authorize(self, name: str, token: str | None) -> None:
         self.calls.append(("authorize", name, token))
-        if self.refusal:
-            raise self.refusal
+        if self.error:
+            raise self.error
 
     def find(self, name: str, token: str | None) -> AdapterFiles:
         self.calls.append(("find", name, token))
@@ -138,15 +138,15 @@ class Clock:
 def test_authorization_is_cached_until_ttl(source: FakeSource) -> None:
     clock = Clock()
     sources = front(source, authorization_ttl_s=60, clock=clock)
-    for clock.now, asked in ((0, 1), (59, 1), (60, 2), (119, 2), (121, 3)):
+    for clock.now, num_authorizations in ((0, 1), (59, 1), (60, 2), (119, 2), (121, 3)):
         sources.fetch("fake", "name", "token", accept)
-        assert steps(source).count("authorize") == asked
+        assert steps(source).count("authorize") == num_authorizations
 
 
 def test_cached_authorization_is_per_name_and_token(source: FakeSource) -> None:
     sources = front(source)
     sources.fetch("fake", "name", "token", accept)
-    source.refusal = AdapterAccessError("no")
+    source.error = AdapterAccessError("no")
     sources.fetch("fake", "name", "token", accept)
     for name, token in (("name", None), ("name", "other"), ("other", "token"), ("name@main", "token")):
         with pytest.raises(AdapterAccessError):
@@ -160,15 +160,15 @@ def test_cached_authorization_is_per_source(source: FakeSource) -> None:
     assert steps(source).count("authorize") == 2
 
 
-@pytest.mark.parametrize("refusal", [AdapterAccessError("no"), SourceError("down")])
-def test_denied_access_is_not_cached(source: FakeSource, refusal: AdapterError) -> None:
+@pytest.mark.parametrize("error", [AdapterAccessError("no"), SourceError("down")])
+def test_denied_access_is_not_cached(source: FakeSource, error: AdapterError) -> None:
     sources = front(source)
-    source.refusal = refusal
+    source.error = error
     for _ in range(2):
-        with pytest.raises(type(refusal)):
+        with pytest.raises(type(error)):
             sources.fetch("fake", "name", None, accept)
     assert steps(source) == ["authorize", "authorize"]
-    source.refusal = None
+    source.error = None
     check_contents(sources.fetch("fake", "name", None, accept))
 
 
@@ -205,7 +205,7 @@ def test_pickle_files_are_never_opened(source: FakeSource, pickle: str) -> None:
         ({WEIGHTS: 10, "adapter_model.bin": 10}, "no adapter_config.json"),
     ],
 )
-def test_missing_files_are_named(source: FakeSource, sizes: dict[str, int], missing: str) -> None:
+def test_error_names_missing_files(source: FakeSource, sizes: dict[str, int], missing: str) -> None:
     source.sizes = sizes
     with pytest.raises(AdapterError, match=f"'name': has {missing}; save the adapter with PEFT"):
         front(source).fetch("fake", "name", None, accept)

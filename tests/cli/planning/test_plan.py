@@ -209,7 +209,7 @@ def test_earlier_flag_names_are_accepted(model: str, capsys: pytest.CaptureFixtu
     assert plan("--model", model, "--gpu", "H100", *old.split(), capsys=capsys) == expected != plain
 
 
-def test_prefill_can_dominate(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prefill_can_take_most_of_the_time(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     replica = plan(
         "--model", model, "--gpu", "A10", "--prompt-tokens", "4000", "--completion-tokens", "10", capsys=capsys
     )["replica"]

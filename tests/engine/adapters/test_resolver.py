@@ -101,7 +101,7 @@ def ignore(*arguments: object) -> None:
 
 
 class FakeSource(Source):
-    """A folder source with any kind. `before` may block or fail."""
+    """A folder source with a configurable kind. The hook `before` may block or fail."""
 
     def __init__(self, kind: str, root: Path) -> None:
         self.kind = kind

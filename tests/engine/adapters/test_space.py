@@ -307,10 +307,10 @@ class Content:
 
 @dataclass
 class Worker:
-    """A worker that plays the engine's orders on a buffer, and checks that each step finds its own adapters.
+    """A fake worker that applies loads and moves to a buffer, and checks that each step reads the correct adapters.
 
-    A load is written between `allocate` and `loaded`. A step runs between `submit` and `completed`, after the one
-    before it: first its moves, and then it reads, for as long as it may.
+    A load is written between `allocate` and `loaded`. Steps run in order, between `submit` and `completed`. A step
+    first executes its moves and then reads its adapters until it is completed.
     """
 
     loads_early: bool
@@ -495,7 +495,7 @@ class Machine(RuleBasedStateMachine):
             self.complete()
 
     @invariant()
-    def extents_are_apart(self) -> None:
+    def extents_do_not_overlap(self) -> None:
         extents = sorted((self.space._extents[key].start, content.units) for key, content in self.contents.items())
         bounds = [(0, 0), *extents, (self.NUM_UNITS, 0)]
         assert all(below + units <= above for (below, units), (above, _) in pairwise(bounds))
@@ -503,7 +503,7 @@ class Machine(RuleBasedStateMachine):
         assert self.space.largest_hole <= self.space.num_free_units
 
     @invariant()
-    def running_steps_read_what_they_were_given(self) -> None:
+    def running_steps_read_their_adapters(self) -> None:
         for worker in self.workers:
             worker.read()
 
@@ -524,7 +524,7 @@ RULES = [Machine.allocate, Machine.finish_load, Machine.free, Machine.compact, M
 
 
 class SlowMachine(Machine):
-    """The same with a small limit for moves per step."""
+    """A `Machine` with a small limit for moves per step."""
 
     MOST_MOVED = 4
 
@@ -539,6 +539,6 @@ def test_random_operations_keep_invariants(seed: int, kind: type[Machine]) -> No
         machine.fill(rng.choices(range(60), k=12))
         for play in rng.choices(RULES, weights=[0.02 + rng.random() for _ in RULES], k=100):
             play(machine, rng.randrange(60))
-            machine.extents_are_apart()
-            machine.running_steps_read_what_they_were_given()
+            machine.extents_do_not_overlap()
+            machine.running_steps_read_their_adapters()
         machine.teardown()

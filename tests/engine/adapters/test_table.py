@@ -270,7 +270,7 @@ def test_moved_adapter_is_prepared_from_new_folder() -> None:
     assert harness.steps() == ["a"]
 
 
-def test_larger_than_estimated_adapter_evicts_others() -> None:
+def test_adapter_larger_than_estimate_evicts_other_adapters() -> None:
     harness = TableHarness(host=10)
     harness.know(a=5, b=5)
     harness.use("a")
@@ -396,7 +396,7 @@ def test_waiting_adapter_is_prepared_before_prefetch() -> None:
     assert harness.state("named") == [AdapterStage.HOST]
 
 
-def test_prefetch_does_not_evict_uselessly() -> None:
+def test_prefetch_evicts_only_if_enough_memory_can_be_freed() -> None:
     harness = TableHarness(units=100, host=10)
     harness.know(idle=5, busy=5)
     harness.use("idle")
@@ -936,7 +936,7 @@ def test_idle_engine_loads_adapter(max_steps_in_flight: int) -> None:
         submitted = world.submit(name, [1, 2, 3])
         world.finish(100)
         assert submitted.failure is None
-    world.check_nothing_is_left()
+    world.check_all_memory_is_released()
 
 
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2])
@@ -956,7 +956,7 @@ def test_no_empty_steps_during_load(max_steps_in_flight: int) -> None:
     assert submitted.failure is None
     steps = world.engine.status().steps
     assert steps <= 2 + 3 + max_steps_in_flight, "one to prepare it, one to load it, and its own"
-    world.check_nothing_is_left()
+    world.check_all_memory_is_released()
 
 
 def test_resolve_needs_no_step() -> None:
@@ -969,7 +969,7 @@ def test_resolve_needs_no_step() -> None:
     world._add_resolved()  # before any step
     assert world.engine.has_work
     world.finish(100)
-    world.check_nothing_is_left()
+    world.check_all_memory_is_released()
 
 
 def test_resolve_starts_prefetch() -> None:
@@ -1072,7 +1072,7 @@ def test_unload_fails_pending_load() -> None:
     world.engine.unload("a@1")
     with pytest.raises(AdapterError, match="was unloaded"):
         loading.result(0)
-    world.check_nothing_is_left()
+    world.check_all_memory_is_released()
 
 
 def test_load_future_completes() -> None:
@@ -1124,7 +1124,7 @@ def test_cold_adapters_are_served_under_load(max_steps_in_flight: int, host_unit
         assert min(served[name] for name in cold) >= 3
         assert sum(submitted.is_done for submitted in world.submitted.values()) > 40
         world.finish(500)
-        world.check_nothing_is_left()
+        world.check_all_memory_is_released()
 
 
 # --- Load -------------------------------------------------------------------------------------------------------------
@@ -1188,7 +1188,7 @@ def play(seed: int, num_actions: int) -> tuple[World, Counter[str]]:
             assert is_excused(world, submitted.spec, submitted.failure, was_pinned=False)
             done["failed"] += 1
         done["finished"] += not submitted.is_aborted and submitted.failure is None
-    world.check_nothing_is_left()
+    world.check_all_memory_is_released()
     scheduled, moved = world.scheduler.counters, world.table.counters
     done["preemptions"] = scheduled.preemptions
     done["chunks"] = scheduled.chunks
@@ -1300,7 +1300,7 @@ class Machine(RuleBasedStateMachine):
         return identities[which % len(identities)] if identities else None
 
     @invariant()
-    def all_is_accounted_for(self) -> None:
+    def memory_is_accounted_for(self) -> None:
         if not hasattr(self, "world"):
             return
         world = self.world
@@ -1334,7 +1334,7 @@ class Machine(RuleBasedStateMachine):
                 assert is_excused(world, submitted.spec, submitted.failure, self.was_pinned)
         world.settle()
         assert all(load.done() for load in self.loads)
-        world.check_nothing_is_left()
+        world.check_all_memory_is_released()
         assert world.table._device._num_pinned_units == 0
 
 

@@ -237,7 +237,7 @@ def test_decoding_validates_parameters() -> None:
 
 def test_unreadable_message_gets_reply_if_sender_is_known() -> None:
     error = messages.ChannelError("unreadable")
-    failure = Failure.of(EngineError("unreadable"))
+    failure = Failure.from_error(EngineError("unreadable"))
     call = msgspec.msgpack.encode({"type": "Unknown", "query_id": 5})
     assert messages.reply_to_unreadable(call, error) == messages.QueryFailed(5, failure)
     answer = messages.reply_to_unreadable(messages.encode(messages.Add(request_with(request_id=6, salt=True))), error)

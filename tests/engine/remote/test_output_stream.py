@@ -90,7 +90,7 @@ def test_handler_error_closes_only_its_stream() -> None:
     asyncio.run(check())
 
 
-def test_first_close_error_wins() -> None:
+def test_first_close_error_is_kept() -> None:
     stream, reason = OutputStream(), EngineError("first")
     stream.close(reason)
     stream.close(EngineError("later"))

@@ -156,7 +156,7 @@ def attend_padded_batch(library: Library) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_nan_stays_in_its_sequence(library: Library, dtype: torch.dtype) -> None:
+def test_nan_sequence_does_not_affect_other_sequences(library: Library, dtype: torch.dtype) -> None:
     clean, broken = Case(MIX, dtype=dtype), Case(MIX, dtype=dtype)
     broken.k[tokens_of(broken, 1)], broken.v[tokens_of(broken, 1)] = math.nan, math.inf
     broken.q[tokens_of(broken, 2)] = math.nan

@@ -74,7 +74,7 @@ def test_linear_bits_are_independent_of_batch_and_threads(shape: int, dtype: tor
     assert torch.equal(OPS.linear(x, weights, world.batch(indices), world.targets), together)
 
 
-def test_nan_stays_in_its_row() -> None:
+def test_nan_row_does_not_affect_other_rows() -> None:
     world = make_case(1)
     x, indices = world.normal(20, world.inputs), draw_adapters(20, len(world.adapters), seed=3)
     weights = load(world)
@@ -137,7 +137,7 @@ def test_exact_narrow_storage_halves_memory_and_keeps_bits(dtype: torch.dtype, r
     assert torch.equal(OPS.linear(x, cut, None, ()), OPS.linear(x, same, None, ()))
 
 
-def test_look_up_rows_in_panels() -> None:
+def test_look_up_rows_reads_panels() -> None:
     weight = torch.randn(50, 7)
     matrix = OPS.make_linear(weight, None).weight
     assert isinstance(matrix, PanelMatrix)

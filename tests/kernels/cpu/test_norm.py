@@ -86,7 +86,7 @@ def test_layer_norm_matches_reference(dtype: torch.dtype, library: Library) -> N
                 check_close(CpuOps(library).layer_norm(x, weight, bias, 1e-5), expected)
 
 
-def test_layer_norm_large_mean_keeps_precision(library: Library) -> None:
+def test_layer_norm_is_precise_for_large_mean(library: Library) -> None:
     x = normal(3, 4000, seed=1) * 0.1 + 300
     expected = F.layer_norm(x.double(), (4000,), eps=1e-5)
     found = CpuOps(library).layer_norm(x, None, None, 1e-5)
@@ -191,7 +191,7 @@ def test_norm_bits_are_batch_invariant(dtype: torch.dtype, library: Library) -> 
             assert torch.equal(together[one], alone)
 
 
-def test_nan_stays_in_its_row(library: Library) -> None:
+def test_nan_row_does_not_affect_other_rows(library: Library) -> None:
     x, residual = normal(20, 67, seed=1), normal(20, 67, seed=2)
     for norm in both_norms(library, normal(67, seed=3), normal(67, seed=4)):
         expected = norm(x, residual, None)
@@ -231,7 +231,7 @@ def test_bfloat16_nan_stays_nan(bits: int, library: Library) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 5, 67, 576, 4096])
 def test_scale_and_shift_matches_reference(size: int, dtype: torch.dtype, library: Library) -> None:
-    """Three adjacent targets in strided rows. Only the second target has vectors."""
+    """Use three adjacent targets in strided rows. Only the second target has vectors."""
     lora = adapters(size, dtype)
     targets = [LoraTarget(i, slice(2 + i * size, 2 + (i + 1) * size)) for i in range(3)]
     rows = normal(len(lora.adapter_indices), 3 * size + 4, seed=7, dtype=dtype)

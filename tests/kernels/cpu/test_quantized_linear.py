@@ -197,7 +197,7 @@ def test_gated_product_matches_two_products(native: CpuOps, kind: Kind, inputs: 
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_nan_and_infinity_stay_in_their_row(ops: CpuOps, value: float) -> None:
+def test_nan_and_infinity_do_not_affect_other_rows(ops: CpuOps, value: float) -> None:
     world, weights, _ = make_case(ops, 1, (4, 32, True))
     x = world.normal(20, world.inputs)
     clean = ops.linear(x, weights, None, ())

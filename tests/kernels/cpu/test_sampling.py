@@ -55,7 +55,7 @@ def test_greedy_ties_choose_lowest_id(dtype: torch.dtype, library: Library) -> N
 
 
 def test_greedy_nan_and_infinite_scores_give_nan_logprobs(library: Library) -> None:
-    """Rows with NaN, mostly masked rows, and infinities."""
+    """Use rows with NaN, mostly masked rows, and rows with infinities."""
     logits = normal(9, 9000, seed=1)
     logits[0] = NEG_INFINITY
     logits[1] = NEG_INFINITY
@@ -95,7 +95,7 @@ def test_gather_logprobs_matches_float64(library: Library) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gather_logprobs_with_temperature(dtype: torch.dtype, library: Library) -> None:
+def test_gather_logprobs_applies_temperature(dtype: torch.dtype, library: Library) -> None:
     logits = normal(5, 9001, seed=1, dtype=dtype)
     logits[1, :8192] = NEG_INFINITY
     token_ids = torch.arange(5).view(5, 1) + torch.tensor([0, 8990])
@@ -217,7 +217,7 @@ def make_masked_case(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocabulary", [33, 64, 5003, 49152])
-def test_top_k_with_token_masks(vocabulary: int, dtype: torch.dtype, library: Library) -> None:
+def test_top_k_respects_token_masks(vocabulary: int, dtype: torch.dtype, library: Library) -> None:
     logits, words, numbers, seen = make_masked_case(vocabulary, dtype)
     count = min(vocabulary, 256)
     best, token_ids = CpuOps(library).top_k_scores(logits, count, words, numbers)
@@ -229,7 +229,7 @@ def test_top_k_with_token_masks(vocabulary: int, dtype: torch.dtype, library: Li
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gather_logprobs_with_token_masks(dtype: torch.dtype, library: Library) -> None:
+def test_gather_logprobs_respects_token_masks(dtype: torch.dtype, library: Library) -> None:
     logits, words, numbers, seen = make_masked_case(5003, dtype)
     token_ids, temperatures = seen.argmax(-1, keepdim=True), torch.tensor([0.5, 0.7, 1.0, 1.0, 1.5, 1.0, 2.0])
     found = CpuOps(library).gather_logprobs(logits, token_ids, temperatures, words, numbers)

@@ -228,7 +228,7 @@ def test_long_contexts_and_large_batches_match_reference(
 
 @pytest.mark.parametrize("cache_dtype", [None, FP8])
 def test_decode_bits_are_batch_invariant(ops: HopperOps, cache_dtype: torch.dtype | None) -> None:
-    """A row has equal bits alone, in a batch, and with a wide block table."""
+    """A row gives equal bits alone, in a batch, and with a wide block table."""
     many = Paged([40, 600, 9, 3000, *range(100, 3000, 40)], cache_dtype=cache_dtype)
     spec = AttentionSpec(0.1)
     together = many.run(ops, spec)[0]
@@ -248,7 +248,7 @@ def test_decode_bits_are_batch_invariant(ops: HopperOps, cache_dtype: torch.dtyp
             assert torch.equal(alone[0], together[row])
 
 
-def test_graph_replay_with_different_lengths(ops: HopperOps) -> None:
+def test_graph_can_be_replayed_with_different_lengths(ops: HopperOps) -> None:
     """Replay a graph with several layers for other lengths, blocks and padding."""
     batches = [Paged([(37 * row + 411 * step) % 2000 for row in range(70)], width=130, seed=step) for step in range(3)]
     spec, held = AttentionSpec(0.1), batches[0]
@@ -289,7 +289,7 @@ def test_graph_replay_with_different_lengths(ops: HopperOps) -> None:
 def test_single_tokens_in_mixed_step_match_decode_bits(
     ops: HopperOps, head_dim: int, cache_dtype: torch.dtype | None
 ) -> None:
-    """A step with prompts and single tokens, with one or more splits."""
+    """Run a step with prompts and single tokens, with one or more KV splits."""
     paged = Paged([300, 4001, 1, 329, 700, 2], head_dim=head_dim, cache_dtype=cache_dtype)
     new = [300, 1, 1, 129, 1, 1]
     spec = AttentionSpec(head_dim**-0.5, k_scale=0.5, v_scale=0.3)
@@ -325,7 +325,7 @@ def test_single_tokens_in_mixed_step_match_decode_bits(
     assert torch.equal(out[at], decoded)
 
 
-def test_nan_stays_in_its_row(ops: HopperOps) -> None:
+def test_nan_row_does_not_affect_other_rows(ops: HopperOps) -> None:
     paged = Paged([50, 700, 90])
     paged.qkv[1] = math.nan
     found, _ = paged.run(ops, AttentionSpec(0.1))

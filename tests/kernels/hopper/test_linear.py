@@ -90,7 +90,7 @@ def set_adapters(linear: FusedLinear, batch: LoraBatch, indices: Sequence[int]) 
 
 
 @pytest.mark.parametrize("rows", [1, 13, 64, 128])
-def test_graph_replay_with_any_adapter_mix(fused: Fused, rows: int) -> None:
+def test_graph_can_be_replayed_with_any_adapter_mix(fused: Fused, rows: int) -> None:
     """Capture without adapters, then replay with none, some, all, missing targets, and rank 512."""
     world = LinearCase(1024, (1024, 256, 256), make_adapters(9, 3))
     x, linear = world.normal(rows, 1024), fused[torch.bfloat16]
@@ -108,7 +108,7 @@ def test_graph_replay_with_any_adapter_mix(fused: Fused, rows: int) -> None:
 
 @pytest.mark.parametrize(("rows", "adapters"), [(64, 64), (64, 1), (64, 8), (37, 5), (16, 16), (1, 1), (128, 64)])
 def test_graph_replays_match_single_launches(fused: Fused, rows: int, adapters: int) -> None:
-    """A chain of linear layers, whose launches overlap and could race."""
+    """Replay a chain of linear layers, whose launches overlap and could race."""
     size, layers = 2048, 12
     worlds = [LinearCase(size, (size,), [Adapter([16])] * adapters, seed=seed) for seed in range(layers)]
     linear, indices = fused[torch.bfloat16], spread_adapters(rows, adapters)

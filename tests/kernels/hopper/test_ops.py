@@ -57,7 +57,7 @@ def test_gated_linear_matches_float32(ops: HopperOps, tokens: int, name: str) ->
         assert error(got, ACTIVATIONS[name](gate) * up) < 0.01
 
 
-def test_nan_stays_with_its_token(ops: HopperOps) -> None:
+def test_nan_token_does_not_affect_other_tokens(ops: HopperOps) -> None:
     world = LinearCase(512, (1024, 1024), [Adapter([16, 16]), Adapter([40, 0])])
     indices = [1] * 150 + [2] * 150
     x = world.normal(300, 512)

@@ -129,7 +129,7 @@ def prefill() -> PrefillAttention:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("heads", [(2, 2), (8, 2), (8, 1), (14, 2)])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_prefill_of_odd_lengths_matches_reference(
+def test_odd_prompt_lengths_match_reference(
     prefill: PrefillAttention,
     head_dim: int,
     heads: tuple[int, int],
@@ -156,9 +156,7 @@ def test_prefill_with_any_block_size_matches_reference(
 @gpu
 @pytest.mark.parametrize("window", [None, 4096])
 @pytest.mark.parametrize("shapes", [[(8329, 0)], [(2048, 8000), (3000, 0), (700, 4001)]])
-def test_prefill_of_long_sequences_matches_reference(
-    prefill: PrefillAttention, shapes: Shapes, window: int | None
-) -> None:
+def test_long_prompts_match_reference(prefill: PrefillAttention, shapes: Shapes, window: int | None) -> None:
     prompts = make_prompts(shapes, heads=(4, 1))
     spec = AttentionSpec(128**-0.5, window)
     check(prompts, attend(prefill, prompts, spec), spec)
@@ -184,7 +182,7 @@ def test_lengths_are_read_from_device_without_host_lengths(prefill: PrefillAtten
 @pytest.mark.parametrize("window", [None, 130, 700])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_prefill_bits_are_independent_of_chunks(prefill: PrefillAttention, head_dim: int, window: int | None) -> None:
-    """A whole prompt and chunks with any boundaries give equal bits."""
+    """Prefilling a prompt at once or in chunks with any boundaries gives equal bits."""
     total, spec = 1500, AttentionSpec(head_dim**-0.5, window)
     whole = attend(prefill, make_prompts([(total, 0)], head_dim=head_dim), spec)
     for cached in (1, 17, 128, 640, 1000, 1377, total - 2):

@@ -90,7 +90,7 @@ def test_decode_with_float8_cache_matches_reference(dtype: torch.dtype, device: 
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e30])
-def test_large_queries_with_float8_cache(size: float, device: torch.device) -> None:
+def test_large_queries_with_float8_cache_do_not_overflow(size: float, device: torch.device) -> None:
     """The queries exceed the float16 range, in which products are computed."""
     batch, num_blocks = make_batch([(1, 8), (1, 20)], 8)
     kv = fill_cache(batch, (num_blocks, 2, 8, 16), FP8, stale=STALE_VALUE, seed=1)
@@ -191,7 +191,7 @@ def decode_step(q: torch.Tensor, kv: LayerCache, batch: PagedBatch, new: torch.T
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_seqs", [4, 1100])
-def test_graph_replay_with_different_lengths_and_blocks(num_seqs: int) -> None:
+def test_graph_can_be_replayed_with_different_lengths_and_blocks(num_seqs: int) -> None:
     device = torch.device("cuda")
     batches = [
         make_batch(

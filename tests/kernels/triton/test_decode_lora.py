@@ -190,7 +190,7 @@ def test_changed_batch_is_planned_in_place(device: torch.device) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
-def test_graph_replay_with_any_adapter_mix(device: torch.device, layer: Layer) -> None:
+def test_graph_can_be_replayed_with_any_adapter_mix(device: torch.device, layer: Layer) -> None:
     ops, targets, weights = TritonOps(), targets_of(layer), linear_weights(layer, BF16, device, bias=True)
     made = lora_batch(layer, [(1, 64)], MIXED_RANKS, device=device, dtype=BF16, output_scales=[1, 3], output_biases=[2])
     batch = replace(made, host_table=torch.zeros(0), bounds=[], adapters=[])

@@ -216,7 +216,7 @@ def test_rotary_rounding_matches_reference(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-def test_norm_graph_replay_with_different_adapters() -> None:
+def test_norm_graph_can_be_replayed_with_different_adapters() -> None:
     device = torch.device("cuda")
     x, weight, eps = (tensor.cuda() for tensor in (normal(6, 20, seed=1), normal(20, seed=2), EPS))
     lora, targets = adapters(20, x.dtype, device), [LoraTarget(1, slice(0, 20))]

@@ -18,7 +18,7 @@ def test_gpu_selects_triton_ops(device: torch.device) -> None:
     assert isinstance(select_ops(device), TritonOps)
 
 
-def test_empty_batch_without_adapters(device: torch.device) -> None:
+def test_ops_support_empty_batch_and_batch_without_adapters(device: torch.device) -> None:
     layer, ops = SMALL_LAYERS[2], TritonOps()
     targets, weights = targets_of(layer), linear_weights(layer, torch.float32, device, bias=True)
     batch: LoraBatch = lora_batch(layer, [], [[4]], device=device, dtype=torch.float32)

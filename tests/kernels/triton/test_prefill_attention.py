@@ -66,7 +66,7 @@ class Case:
 @pytest.mark.parametrize(
     ("window", "cache_dtype", "soft_cap"), pairwise_cases([None, 4, 1], [FP32, FP8], [None, 2.0]), ids=str
 )
-def test_prefill_of_mixed_lengths_matches_reference(
+def test_mixed_prompt_lengths_match_reference(
     window: int | None, cache_dtype: torch.dtype, soft_cap: float | None, device: torch.device
 ) -> None:
     Case(MIXED, (4, 2, 16), FP32, cache_dtype).check(AttentionSpec(0.3, window, 0.5, 0.25, soft_cap), device)
@@ -93,7 +93,7 @@ def test_prefill_with_alibi_slopes_matches_reference(
         fast=2,
     ),
 )
-def test_prefill_of_longer_prompts_matches_reference(
+def test_longer_prompts_match_reference(
     heads: Heads, dtype: torch.dtype, window: int | None, block_size: int, device: torch.device
 ) -> None:
     shapes = [(40, 30), (2, 33), (17, 0), (16, 16), (1, 40)]
@@ -135,7 +135,7 @@ def test_prefill_does_not_synchronize() -> None:
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e30])
-def test_large_queries_with_float8_cache(size: float, device: torch.device) -> None:
+def test_large_queries_with_float8_cache_do_not_overflow(size: float, device: torch.device) -> None:
     """The queries exceed the float16 range, in which products are computed."""
     case = Case([(5, 3), (3, 0)], (4, 2, 16), BF16, FP8)
     case.q = case.q * size

@@ -127,7 +127,7 @@ def test_linear_applies_output_scales_and_biases(
 
 
 @pytest.mark.slow
-def test_lm_head_with_padding(device: torch.device) -> None:
+def test_padded_lm_head_matches_reference(device: torch.device) -> None:
     layer = SMALL_LAYERS[1]
     batch, width = lora_batch(layer, RUNS["groups"], MIXED_RANKS, device=device, dtype=BF16), sum(layer[1])
     x, ops, targets = inputs_of(layer, batch), TritonOps(), targets_of(layer)
@@ -175,7 +175,7 @@ def test_gated_prompt_lora_matches_reference(device: torch.device, ranks: str, m
 @pytest.mark.parametrize(
     "runs", [[(0, 3), (1, 2)], [(0, 40 if IS_INTERPRETED else 270), (1, 2)]], ids=["decode", "prompt"]
 )
-def test_gates_without_fused_kernel(device: torch.device, name: str, runs: Runs) -> None:
+def test_gates_without_fused_kernel_match_reference(device: torch.device, name: str, runs: Runs) -> None:
     """Check decode steps, unsupported activations, and gate and up as one target."""
     for layer in ((16, (24, 24)), (16, (48,))):
         check_gated(layer, lora_batch(layer, runs, MIXED_RANKS, device=device, dtype=FP32), name)

@@ -102,7 +102,7 @@ def test_merged_adapters_match_peft(name: str, tmp_path: Path, device: torch.dev
     assert torch.equal(logits, our_logits(folders, merge, list(range(3, 20)), device, "llama-gqa"))
 
 
-def test_linear_merge_with_mixed_ranks_and_modules(tmp_path: Path, device: torch.device) -> None:
+def test_linear_merge_of_mixed_ranks_and_modules_matches_peft(tmp_path: Path, device: torch.device) -> None:
     merge = Merge((0.3, -1.2, 0.8))
     settings: list[dict[str, Any]]
     settings = [{"r": 3}, {"rank_pattern": {"q_proj": 9}}, {"target_modules": ["q_proj", "o_proj", "lm_head"]}]

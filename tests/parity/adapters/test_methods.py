@@ -49,7 +49,7 @@ def run_sharded(group: ProcessGroup, base: str, folders: list[Path]) -> list[tor
 
 
 @pytest.mark.parametrize("base", BATCHES)
-def test_all_methods_in_one_batch_and_on_two_ranks(
+def test_all_methods_match_peft_in_one_batch_and_on_two_ranks(
     base: str, tmp_path: Path, device: torch.device, ranks: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folders = [tmp_path / name for name in BATCHES[base]]
@@ -77,7 +77,7 @@ def load_kasa(group: ProcessGroup, folder: Path) -> str:
 
 
 def test_kasa_on_replicated_heads_is_rejected(tmp_path: Path, ranks: RankPool) -> None:
-    """Two key heads on four ranks are replicated, so products of their rows would count twice."""
+    """With two key heads on four ranks, heads are replicated and products of their rows would count twice."""
     CASES["kasa"].write(tmp_path)
     for refusal in ranks.run(4, load_kasa, tmp_path):
         assert (

@@ -24,7 +24,7 @@ ENDLESS = {"ignore_eos_token": True}
 
 
 def join_and_leave(lm: CausalLM) -> dict[int, RequestOutput]:
-    """Join a long request to short ones and a short one to long ones; remove some from front, middle and end."""
+    """Add long requests to batches of short requests and vice versa, and remove requests from front, middle and end."""
     requests = [request(i, prompt, COUNTS[i], stop=ENDLESS) for i, prompt in enumerate(PROMPTS)]
     driver = Driver(lm)
     batch = driver.start(requests[0], requests[1], steps=3)

@@ -37,7 +37,7 @@ def refuse(path: str, name: str | None, **options: Any) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("path", REFUSED)
-def test_rejected_request_counts_for_named_adapter(path: str) -> None:
+def test_rejected_request_counts_toward_named_adapter(path: str) -> None:
     assert refuse(path, "poet") == {"poet": 1}
     assert refuse(path, "base") == refuse(path, "") == {"base": 1}
 
@@ -72,7 +72,7 @@ def test_resolved_adapter_gets_its_label() -> None:
     assert booked(routes, COUNTERS[1]) == {"unknown": 1, "found-later": 2}
 
 
-def test_forbidden_request_counts_for_listed_adapter(tmp_path: Path) -> None:
+def test_forbidden_request_counts_toward_listed_adapter(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text('[keys.some]\nkey = "some"\nadapters = ["pirate"]\n')
     routes = Routes(["poet"], keys_file=keys)
@@ -80,7 +80,7 @@ def test_forbidden_request_counts_for_listed_adapter(tmp_path: Path) -> None:
     assert booked(routes, COUNTERS[2]) == {"poet": 1}
 
 
-def test_request_during_shutdown_counts_for_no_adapter() -> None:
+def test_request_during_shutdown_counts_toward_no_adapter() -> None:
     routes = Routes(["poet"])
     routes.service.is_draining = True
     try:

@@ -14,7 +14,7 @@ NEVER_S = 1000.0
 
 
 class Source:
-    """Test events that record how many were read."""
+    """A source of test events that counts how many were read."""
 
     def __init__(self, *pieces: bytes, then: Callable[[], Awaitable[None]] | None = None) -> None:
         self.num_taken = 0

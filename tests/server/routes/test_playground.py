@@ -32,7 +32,7 @@ class PlaygroundResponse(NamedTuple):
 
 
 class PlaygroundApp:
-    """The application, called without a socket."""
+    """The ASGI application, called without a socket."""
 
     def __init__(self, **config: Any) -> None:
         harness = ServiceHarness(**config)

@@ -26,7 +26,7 @@ CHANGE = AdapterChange(True, "local", "poet", "mine", pin=True)
 
 
 class ReplicaRoutes(Routes):
-    """Routes of a replica server."""
+    """A client for the routes of a replica server."""
 
     def __init__(self, keys_file: Path) -> None:
         super().__init__(["poet"], replica_secret=SECRET)

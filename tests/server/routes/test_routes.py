@@ -92,7 +92,7 @@ def test_misspelled_model_gets_suggestions(keys_file: Path) -> None:
     assert reply.json["error"]["code"] == "model_not_found"
 
 
-def test_impossible_hub_name_gets_suggestions() -> None:
+def test_invalid_hub_name_gets_suggestions() -> None:
     """Names are suggested without a request to the source."""
     routes = Routes(["poet"], default_source="hub")
     reply = routes.post(CHAT, chat("peot"))

@@ -129,7 +129,7 @@ def test_buffered_text_has_correct_offsets() -> None:
 
 
 @pytest.mark.parametrize("kind", BYTE_KINDS)
-def test_locate_and_locate_tokens_agree(kind: str) -> None:
+def test_token_starts_match_decoded_token_offsets(kind: str) -> None:
     tokenizer = TextTokenizer(BYTE_KINDS[kind]().tokenizer, {}, {})
     compared = 0
     for text in random_texts(200, seed=5):

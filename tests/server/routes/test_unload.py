@@ -244,7 +244,7 @@ def test_adapter_for_another_base_model_is_served_with_warning(routes: LoadTrack
     assert routes.list_adapters()["sql"]["warning"] is None
 
 
-def test_ignored_fields_are_named_in_header(routes: LoadTrackingRoutes) -> None:
+def test_ignored_fields_are_listed_in_header(routes: LoadTrackingRoutes) -> None:
     body = {**generate(typo=1, temperature=0.5), "foo": "bar", "bär\r\n": None}
     for path in ("/generate", "/generate_stream"):
         assert routes.post(path, body).headers["x-ignored-fields"] == "foo, b%C3%A4r%0D%0A, typo"
@@ -256,7 +256,7 @@ def test_ignored_fields_are_named_in_header(routes: LoadTrackingRoutes) -> None:
     assert "x-ignored-fields" not in routes.post("/v1/completions", {"prompt": "hi", "user": "me"}).headers
 
 
-def test_version_is_shown(routes: LoadTrackingRoutes) -> None:
+def test_version_route_returns_package_version(routes: LoadTrackingRoutes) -> None:
     assert routes.get("/version").json == {"version": __version__}
 
 

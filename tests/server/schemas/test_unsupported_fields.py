@@ -176,7 +176,7 @@ def test_add_generation_prompt_reaches_template(routes: Templated) -> None:
 
 @pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize("model", ["", "base", "poet", "base:poet"])
-def test_adapter_id_on_openai_routes(route: str, model: str, routes: Templated) -> None:
+def test_openai_routes_accept_adapter_id(route: str, model: str, routes: Templated) -> None:
     reply = send(routes, route, model=model, adapter_id="poet")
     assert (reply.status, reply.headers["x-adapter-id"]) == (200, "poet")
     assert reply.json["model"] == "poet"
@@ -207,7 +207,7 @@ def test_empty_adapter_name_selects_base_model(route: str, routes: Templated) ->
 
 
 @pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
-def test_merged_adapters_on_openai_routes(route: str, routes: Templated) -> None:
+def test_openai_routes_accept_merged_adapters(route: str, routes: Templated) -> None:
     merged = {"ids": ["poet", "pirate"], "weights": [0.5, 2.0], "merge_strategy": "ties", "density": 0.5}
     reply = send(routes, route, model="base", merged_adapters=merged)
     assert (reply.status, reply.headers["x-adapter-id"]) == (200, "poet,pirate")

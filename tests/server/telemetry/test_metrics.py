@@ -278,7 +278,7 @@ def test_nan_does_not_corrupt_sums() -> None:
 # --- Adapters and keys ------------------------------------------------------------------------------------------------
 
 
-def test_failures_count_for_adapters_and_keys() -> None:
+def test_failed_requests_count_toward_adapter_and_key_metrics() -> None:
     metrics = make()
     metrics.record_finished(record())
     metrics.record_finished(record(is_dropped=True, key="bob"))

@@ -296,7 +296,7 @@ def test_responses_route_serves_adapter_or_returns_404() -> None:
     assert server.respond(model="gone").status == 404
 
 
-def test_early_failure_sets_status_late_failure_sends_event() -> None:
+def test_early_failure_sets_status_and_late_failure_sends_event() -> None:
     class Failing(ScriptedServer):
         tokens = 0
 

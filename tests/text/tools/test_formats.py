@@ -28,7 +28,7 @@ def test_format_is_detected_from_template(tool_format: str) -> None:
     assert detect_format(TEMPLATES[tool_format]) == tool_format
 
 
-def test_templates_without_supported_tool_format() -> None:
+def test_templates_without_supported_tools_have_no_format() -> None:
     assert not renders_tools("{% for message in messages %}{{ message.content }}{% endfor %} toolset")
     for calls in ("<function=name>{...}</function>", "<tool_call>name\n<arg_key>", '<invoke name="'):
         assert detect_format("{% if tools %}" + calls + "{% endif %}") == ""
