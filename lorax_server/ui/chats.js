@@ -52,13 +52,15 @@ export class Chats {
   }
 
   #render() {
-    const items = this.list.map((chat) => this.#item(chat));
-    byId("chats").replaceChildren(...items);
-    byId("chats-note").hidden = items.length > 0;
+    const shown = JSON.stringify([this.list.indexOf(this.current), this.list.map(titleOf)]);
+    if (shown === this.shown) return; // keeps the keyboard focus
+    this.shown = shown;
+    byId("chats").replaceChildren(...this.list.map((chat) => this.#item(chat)));
+    byId("chats-note").hidden = this.list.length > 0;
   }
 
   #item(chat) {
-    const title = chat.turns[0].prompt.trim().slice(0, MAX_TITLE);
+    const title = titleOf(chat);
     const isCurrent = chat === this.current;
     const open = button(title, () => this.open(chat), { class: "chat", "aria-current": isCurrent && "page", title });
     const label = `Delete chat: ${title}`;
@@ -66,6 +68,8 @@ export class Chats {
     return make("li", {}, open, remove);
   }
 }
+
+const titleOf = (chat) => chat.turns[0].prompt.trim().slice(0, MAX_TITLE);
 
 /** Requests end when the page is closed. */
 function restore(record) {

@@ -53,17 +53,21 @@ export class Conversation {
 
   /** Sends a message to the selected models. Returns an error message, or "" on success. */
   send(prompt) {
-    if (!prompt.trim()) return "Enter a message.";
-    if (!this.models.selected.length) return "Add a model at the top of the page.";
-    const parameters = this.parameters.read();
-    if (!parameters) return "Correct the settings.";
+    const problem = this.#problemWith(prompt);
+    if (problem) return problem;
     const answers = this.models.selected.map((name) => newRecord(name, ...this.models.describe(name)));
     const turn = { prompt, answers };
     this.chat.turns.push(turn);
     const added = this.#append(turn);
     this.#scrollToEnd();
-    this.#run(added, parameters);
+    this.#run(added, this.parameters.read());
     return "";
+  }
+
+  #problemWith(prompt) {
+    if (!prompt.trim()) return "Enter a message.";
+    if (!this.models.selected.length) return "Add a model at the top of the page.";
+    return this.parameters.read() ? "" : "Correct the settings.";
   }
 
   // --- Requests -----------------------------------------------------------------------------------------------------
@@ -163,15 +167,14 @@ export class Conversation {
   /** Replaces a turn and removes the later turns. */
   #resend(turn, prompt) {
     if (this.isRunning) return "Stop the running requests first.";
-    if (!prompt.trim()) return "Enter a message.";
-    if (!this.models.selected.length) return "Add a model at the top of the page.";
+    const problem = this.#problemWith(prompt);
+    if (problem) return problem;
     const place = this.chat.turns.indexOf(turn);
     this.chat.turns.splice(place);
     this.answers.splice(place);
     while (this.element.children.length > place) this.element.lastChild.remove();
-    const error = this.send(prompt);
     byId("prompt").focus();
-    return error;
+    return this.send(prompt);
   }
 
   #follow() {
