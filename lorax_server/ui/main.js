@@ -130,7 +130,7 @@ function fillIn(example) {
   byId("prompt").value = example.prompt;
   parameters.fillExample(example);
   if (example.models?.length) models.select(example.models);
-  byId("prompt").focus();
+  if (!isTouch()) byId("prompt").focus();
 }
 
 // --- Page ------------------------------------------------------------------------------------------------------------
