@@ -54,9 +54,12 @@ def save_model(folder: Path, num_adapters: int, is_tiny: bool) -> None:
         (folder / "model" / name).mkdir()
     pooling = {"word_embedding_dimension": config.hidden_size, "pooling_mode_mean_tokens": True}
     (folder / "model/1_Pooling/config.json").write_text(json.dumps(pooling))
+    tuned = get_peft_model(model, LoraConfig(r=8, target_modules=["query", "value"]))
+    factors = [parameter for name, parameter in tuned.named_parameters() if "lora_" in name]
     for index in range(num_adapters):
-        settings = LoraConfig(r=8, target_modules=["query", "value"], init_lora_weights=False)
-        get_peft_model(t.BertModel(config), settings).save_pretrained(str(folder / f"adapters/{index}"))
+        for factor in factors:
+            torch.nn.init.normal_(factor, std=0.02)
+        tuned.save_pretrained(str(folder / f"adapters/{index}"))
 
 
 def make_texts(count: int) -> list[str]:

@@ -43,7 +43,7 @@ from lorax_server.gguf.model_folder import find_model_folder
 from lorax_server.phases import Phases
 from lorax_server.pooling import CLASSIFY, EMBED, GENERATE, SCORE, TOKEN_CLASSIFY, PoolingConfig, read_pooling
 from lorax_server.sandbox.sandbox import Sandbox
-from lorax_server.structured_output.trials import TRIAL, GrammarTrials
+from lorax_server.structured_output.trials import TRIAL_TASK, GrammarTrials
 from lorax_server.text.adapter_tokenizers import AdapterTokenizers
 from lorax_server.text.generation_defaults import load_generation_defaults
 from lorax_server.text.prompt import Prompt, broadcast, encode_prompt, list_prompts
@@ -101,7 +101,7 @@ class LLM:
             self._tokenizer = load_tokenizer(path)
         self._eos_token_ids = load_generation_defaults(path).eos_token_ids
         self._sandbox = Sandbox(1)
-        self._trials = GrammarTrials(self._sandbox, TRIAL._replace(max_pending=None))
+        self._trials = GrammarTrials(self._sandbox, TRIAL_TASK._replace(max_pending=None))
         self._tokenizers = AdapterTokenizers(self._tokenizer, path, self._sandbox)
         self._lock = threading.Lock()  # guards the fields below
         uses: dict[str, Any] = {"task": task, "pooling": pooling, "embedding_dim": embedding_dim}

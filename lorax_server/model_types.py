@@ -25,21 +25,28 @@ MODELS = {
     "gemma3_text": "flash_gemma3_modeling.FlashGemma3ForCausalLM",
     "glm": "flash_glm_modeling.FlashGLMForCausalLM",
     "glm4": "flash_glm4_modeling.FlashGLM4ForCausalLM",
+    "glm4_moe": "flash_glm4_moe_modeling.FlashGLM4MoeForCausalLM",
     "gpt2": "flash_gpt2_modeling.FlashGPT2ForCausalLM",
     "gpt_bigcode": "flash_gpt_bigcode_modeling.FlashGPTBigCodeForCausalLM",
     "gpt_neox": "flash_neox_modeling.FlashGPTNeoXForCausalLM",
+    "gpt_oss": "flash_gpt_oss_modeling.FlashGPTOSSForCausalLM",
     "gptj": "flash_gptj_modeling.FlashGPTJForCausalLM",
     "granite": "flash_granite_modeling.FlashGraniteForCausalLM",
+    "granitemoe": "flash_granite_moe_modeling.FlashGraniteMoeForCausalLM",
     "llama": "flash_llama_modeling.FlashLlamaForCausalLM",
     "mistral": "flash_mistral_modeling.FlashMistralForCausalLM",
+    "mixtral": "flash_mixtral_modeling.FlashMixtralForCausalLM",
     "mpt": "flash_mpt_modeling.FlashMPTForCausalLM",
     "nemotron": "flash_nemotron_modeling.FlashNemotronForCausalLM",
     "olmo2": "flash_olmo2_modeling.FlashOLMo2ForCausalLM",
+    "olmoe": "flash_olmoe_modeling.FlashOLMoEForCausalLM",
     "opt": "flash_opt_modeling.FlashOPTForCausalLM",
     "phi": "flash_phi_modeling.FlashPhiForCausalLM",
     "phi3": "flash_phi3_modeling.FlashPhi3ForCausalLM",
     "qwen2": "flash_qwen2_modeling.FlashQwen2ForCausalLM",
+    "qwen2_moe": "flash_qwen2_moe_modeling.FlashQwen2MoeForCausalLM",
     "qwen3": "flash_qwen3_modeling.FlashQwen3ForCausalLM",
+    "qwen3_moe": "flash_qwen3_moe_modeling.FlashQwen3MoeForCausalLM",
     "smollm3": "flash_smollm3_modeling.FlashSmolLM3ForCausalLM",
     "stablelm": "flash_stablelm_modeling.FlashStableLMForCausalLM",
     "starcoder2": "flash_starcoder2_modeling.FlashStarCoder2ForCausalLM",
@@ -103,6 +110,11 @@ def is_paged(config: Mapping[str, Any]) -> bool:
     return model_type in MODELS and not config.get(PADDED_ONLY_FIELDS.get(model_type, ""))
 
 
+def is_mxfp4(model_type: Any, stored: Any) -> bool:
+    """Return True if a model's `quantization_config` is MXFP4, which is read exactly into the model's dtype."""
+    return model_type == "gpt_oss" and isinstance(stored, Mapping) and stored.get("quant_method") == "mxfp4"
+
+
 def _find_problem(
     config: Mapping[str, Any], needs_adapters: bool, generates: Callable[[Mapping[str, Any]], bool]
 ) -> str | None:
@@ -111,7 +123,11 @@ def _find_problem(
     classes = classes or []
     if not isinstance(model_type, str) or not isinstance(classes, list) or not all(isinstance(c, str) for c in classes):
         return "config.json must contain a `model_type` and a list of `architectures`"
-    if stored and (is_paged(config) or not isinstance(stored, dict) or not stored.get("load_in_8bit")):
+    if (
+        stored
+        and not is_mxfp4(model_type, stored)
+        and (is_paged(config) or not isinstance(stored, dict) or not stored.get("load_in_8bit"))
+    ):
         method = stored.get("quant_method") if isinstance(stored, dict) else stored
         return (
             f"the weights are quantized ({method}), which is not supported; use the model with 16-bit weights and "

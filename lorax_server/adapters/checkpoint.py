@@ -20,13 +20,14 @@ from lorax_server.files.model_files import LFS_POINTER, describe_truncation, fin
 from lorax_server.files.regular_file import Stamp, convert_read_errors, open_regular_file
 from lorax_server.files.strict_json import parse_json
 
-MAX_HEADER_BYTES = 1 << 22
+MAX_HEADER_BYTES = 1 << 24  # adapters with a module per expert have tens of thousands of tensors
 MAX_FILE_BYTES = 1 << 50  # larger offsets are damage, not truncation
 MAX_KEY_LENGTH = 1000
 MAX_DIMENSIONS = 8
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 # Module names in early transformers versions.
 RENAMED_MODULES = {"embed_out": "lm_head"}
+OLD_MIXTURE, MIXTURE = ".block_sparse_moe.", ".mlp."  # Mixtral's name in transformers 4, and in transformers 5
 # Module name prefixes added by PEFT and training libraries.
 WRAPPER_PREFIXES = {"base_model", "model", "module", "_forward_module", "_fsdp_wrapped_module", "_orig_mod"}
 
@@ -176,7 +177,7 @@ def assign_tensors(
         role, checkpoint_name = _parse_key(key, name)
         if role is None:
             continue
-        module = _find_module(checkpoint_name, base_modules)
+        module = find_module(checkpoint_name, base_modules)
         if module is None:
             raise AdapterError(
                 f"adapter {name!r}: tensor {key!r} targets a module that this base model does not have or that "
@@ -217,7 +218,7 @@ def _parse_key(key: str, name: str) -> tuple[TensorRole | None, str]:
     raise AdapterError(f"adapter {name!r}: tensor {key!r} is unknown and may change the result")
 
 
-def _find_module(checkpoint_name: str, base_modules: set[str]) -> str | None:
+def find_module(checkpoint_name: str, base_modules: set[str]) -> str | None:
     """Return the base model module for a checkpoint name, ignoring wrapper prefixes and missing leading components."""
     words = checkpoint_name.split(".")
     while True:
@@ -225,6 +226,8 @@ def _find_module(checkpoint_name: str, base_modules: set[str]) -> str | None:
         rest = RENAMED_MODULES.get(rest, rest)
         if rest in base_modules:
             return rest
+        if (renamed := rest.replace(OLD_MIXTURE, MIXTURE)) in base_modules:
+            return renamed
         if len(words) == 1 or words[0] not in WRAPPER_PREFIXES:
             break
         words = words[1:]

@@ -30,6 +30,7 @@ class AdapterConfig:
     token_indices: tuple[int, ...] | Mapping[str, tuple[int, ...]] = ()
     ensure_weight_tying: bool = False
     target_modules: tuple[str, ...] | str | None = None
+    target_parameters: tuple[str, ...] = ()
     exclude_modules: tuple[str, ...] | str = ()
     layers_to_transform: tuple[int, ...] | None = None
     layers_pattern: tuple[str, ...] = ()
@@ -60,6 +61,8 @@ class AdapterConfig:
         """Return True if PEFT adapts this module, or None if PEFT's defaults for the model type decide."""
         if self._is_excluded(module):
             return False
+        if self.target_modules is None and self.target_parameters:
+            return False
         if self.target_modules is None or self.target_modules == "all-linear":
             return None
         if isinstance(self.target_modules, str):
@@ -67,6 +70,10 @@ class AdapterConfig:
         if module in self.target_modules:
             return True
         return _has_suffix(module, self.target_modules) and self._is_layer(module)
+
+    def is_target_parameter(self, parameter: str) -> bool:
+        """Return True if PEFT adapts this parameter. Other settings, such as `exclude_modules`, do not apply."""
+        return parameter in self.target_parameters or _has_suffix(parameter, self.target_parameters)
 
     def is_feedforward(self, module: str) -> bool | None:
         """Return True if IA3 scales this module's inputs instead of its outputs, or None if PEFT's defaults decide."""
@@ -92,6 +99,7 @@ class AdapterConfig:
             "alpha_pattern": list(self.alpha_pattern.items()),
             "block_diagonal": None if blocks is None else [blocks.a, blocks.b, blocks.blocks],
             "modules_to_save": sorted(self.modules_to_save),
+            **({"target_parameters": sorted(self.target_parameters)} if self.target_parameters else {}),
             "token_indices": list(tokens.items()) if isinstance(tokens, Mapping) else tokens,
         }
 
@@ -165,6 +173,7 @@ def _read_method_fields(reader: ConfigReader, method: Method) -> dict[str, Any]:
             "alpha_pattern": reader.read_patterns("alpha_pattern", reader.read_number),
             "block_diagonal": reader.read_block_diagonal(),
             "token_indices": reader.read_token_indices(),
+            "target_parameters": reader.read_names("target_parameters"),
             "use_kasa": reader.read_kasa(),
             **{flag: reader.read_flag(flag) for flag in flags},
         }

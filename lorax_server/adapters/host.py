@@ -72,6 +72,7 @@ def prepare(
     # Python lists, because writing single tensor elements would dominate the run time.
     table, scales = empty_table(len(targets)).tolist(), [0.0] * len(targets)
     modules = set(adapter.modules)
+    indices = {name: index for index, name in enumerate(targets)}
     layout, failure = _BufferLayout(UNIT_BYTES // dtype.itemsize), None
     for index, target in enumerate(targets.values()):
         if target.name not in modules:
@@ -85,6 +86,8 @@ def prepare(
                 table[index][field] = number
             for field, tensor in module.cast_tensors().items():
                 table[index][field] = layout.add(tensor)
+            if weights.shared_a is not None:
+                table[index][Field.A] = table[indices[weights.shared_a]][Field.A]
         except AdapterError as error:  # do not stop here: other ranks may wait for this rank at the next module
             failure = failure or error
         del weights, module  # free the float32 copies before the next module is loaded
@@ -188,12 +191,12 @@ class _PreparedModule:
         self._complete_new_rows()
 
     def count_fields(self) -> dict[Field, int]:
-        rank = 0 if self.lora_b is None or self.target.outputs.size == 0 else self.lora_b.shape[0]
+        rank = 0 if self.lora_b is None or self.target.outputs.size == 0 else self.lora_b.shape[-2]
         return {Field.RANK: rank, Field.NUM_ROWS: len(self.rows), Field.NUM_NEW_ROWS: len(self.new_rows)}
 
     def cast_tensors(self) -> dict[Field, torch.Tensor]:
         tensors = {
-            Field.A: self.lora_a,
+            Field.A: self.lora_a if self.weights.shared_a is None else None,
             Field.B: self.lora_b,
             Field.OUTPUT_SCALE: self.output_scale,
             Field.OUTPUT_BIAS: self.output_bias,

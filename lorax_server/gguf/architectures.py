@@ -35,12 +35,12 @@ LLAMA_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 HEAD_NORM_NAMES = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-SANDWICH_NAMES = {
+SANDWICH_NORM_NAMES = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-POST_NORM_NAMES = {name: SANDWICH_NAMES[name] for name in ("post_attention_norm", "post_ffw_norm")}
+POST_NORM_NAMES = {name: SANDWICH_NORM_NAMES[name] for name in ("post_attention_norm", "post_ffw_norm")}
 
 
 class TensorSource(NamedTuple):
@@ -361,14 +361,14 @@ def _make_architectures() -> dict[str, GGUFArchitecture]:
         "gemma2": GGUFArchitecture(
             "gemma2",
             "Gemma2ForCausalLM",
-            LLAMA_NAMES | SANDWICH_NAMES,
+            LLAMA_NAMES | SANDWICH_NORM_NAMES,
             norm_offset=-1.0,
             make_config=_gemma2_config,
         ),
         "gemma3": GGUFArchitecture(
             "gemma3_text",
             "Gemma3ForCausalLM",
-            llama_with_head_norms | SANDWICH_NAMES,
+            llama_with_head_norms | SANDWICH_NORM_NAMES,
             norm_offset=-1.0,
             make_config=_gemma3_config,
         ),

@@ -15,7 +15,7 @@ from lorax_server.errors import ConfigError, UnsupportedModelError
 from lorax_server.files.names import GGUF_FILES_FILE, MODEL_CONFIG_FILE
 from lorax_server.kernels import Ops, select_ops
 from lorax_server.kernels.device import is_host
-from lorax_server.model_types import ENCODERS, MODELS, find_similar_types
+from lorax_server.model_types import ENCODERS, MODELS, find_similar_types, is_mxfp4
 from lorax_server.models.config_cache import read_config
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.models.pooled_model import PooledModel, load_pooled_model
@@ -48,6 +48,7 @@ def get_model(
 ) -> PagedCausalLM:
     """Load this rank's shard of a model. By default, there is one rank and the fastest ops for the device are used."""
     config = load_config(settings)
+    find_model_class(config.model_type, MODELS)  # rejects encoders before the weights are opened
     return load_model(settings, config, lambda weights: build_model(config, weights), process_group, ops)
 
 
@@ -154,7 +155,8 @@ def _check_config(config: Any) -> None:
         value = getattr(config, field, 0.0)
         if not (isinstance(value, int | float) and 0 <= value < 1):
             raise ConfigError(f"config field {field} must be at least 0 and less than 1 (got {value!r})")
-    if getattr(config, "quantization_config", None):
+    stored = getattr(config, "quantization_config", None)
+    if stored and not is_mxfp4(config.model_type, stored):
         raise ConfigError("config field quantization_config is not supported: the checkpoint must not be quantized")
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits
 
 MAX_ERROR_CHARACTERS = 600
-NO_MATCH = "no text matches this grammar"
+NO_MATCH_MESSAGE = "no text matches this grammar"
 # CPU time per token on average, and the total below which a completion is not rejected.
 MAX_TOKEN_S, MIN_TOTAL_S = 0.01, 0.1
 # A grammar is fast if the average CPU time of this many masks is below the limit.
@@ -53,7 +53,7 @@ def _check(matcher: "LLMatcher") -> None:
 def _shorten(error: str) -> str:
     """Remove the parts of an llguidance error that repeat the grammar."""
     if error.startswith("NoExtension"):
-        return NO_MATCH
+        return NO_MATCH_MESSAGE
     text, *_ = error.split("\n   1 |", maxsplit=1)
     text = text.replace("Enable 'coerce_one_of' option to approximate oneOf with anyOf", "Use anyOf")
     return text.removeprefix("at 1(8): ").replace("\n<non-verbose/>", "").strip()[:MAX_ERROR_CHARACTERS]
@@ -73,7 +73,7 @@ class CompiledGrammar:
         self.mask, self.may_end = _compute_mask(vocabulary, self.matcher)
         _check(self.matcher)
         if not self.may_end and not self.mask.any():
-            raise GrammarError(NO_MATCH)
+            raise GrammarError(NO_MATCH_MESSAGE)
         self.num_completions = 0
         self.num_tokens = 0
         self.is_fast = False
@@ -166,7 +166,7 @@ class GrammarState:
             if longer.any():
                 self.mask = longer
         if not self.mask.any():
-            raise GrammarError(NO_MATCH)
+            raise GrammarError(NO_MATCH_MESSAGE)
 
 
 def consume_batch(
@@ -188,7 +188,7 @@ def consume_batch(
     masks = vocabulary.make_masks(len(items))
     matchers = [(state.matcher, index) for index, (state, _) in enumerate(items)]
     executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, vocabulary.mask_bytes, len(items))
-    for index, may_end in enumerate(vocabulary.pop_ends(masks).tolist()):
+    for index, may_end in enumerate(vocabulary.pop_eos_bits(masks).tolist()):
         try:
             items[index][0].finish(masks[index], may_end)
         except GrammarError as error:
@@ -200,7 +200,7 @@ def _compute_mask(vocabulary: Vocabulary, matcher: "LLMatcher") -> tuple[TokenMa
     """Return the mask of the next token, and whether the text may end here."""
     masks = vocabulary.make_masks(1)
     matcher.unsafe_compute_mask_ptr(masks.ctypes.data, masks.nbytes)
-    (may_end,) = vocabulary.pop_ends(masks)
+    (may_end,) = vocabulary.pop_eos_bits(masks)
     return masks[0], bool(may_end)
 
 

@@ -18,7 +18,7 @@ Encode = Callable[[str], list[int]]
 # llguidance groups tokens by these patterns and allows whole groups where a string may continue freely. The lengths
 # serve strings with `maxLength`: with llguidance's default groups, masks of the last 30 characters take twice as long.
 _CHARACTER = r'[^"\\\x00-\x1F\x7F]'
-SLICES = (
+MASK_SLICES = (
     r"[\x20\x0A\x0D\x09]+",
     *(f"{_CHARACTER}{{1,{length}}}" for length in (3, 6, 10, 16, 30)),
     f"{_CHARACTER}+",
@@ -36,7 +36,7 @@ class Vocabulary:
         tokens: Sequence[bytes],
         special_ids: Sequence[int],
         encode: Encode | None = None,
-        slices: Sequence[str] = SLICES,
+        slices: Sequence[str] = MASK_SLICES,
     ) -> None:
         """Build the vocabulary. `encode` tokenizes forced text; if None, text is tokenized by longest match."""
         from llguidance import LLTokenizer  # noqa: PLC0415 - an engine can run without llguidance
@@ -76,7 +76,7 @@ class Vocabulary:
         """Return `count` all-zero masks: one bit per token ID, plus one extra bit for end of text."""
         return np.zeros((count, self.mask_bytes // 4), np.int32)
 
-    def pop_ends(self, masks: TokenMask) -> npt.NDArray[np.bool_]:
+    def pop_eos_bits(self, masks: TokenMask) -> npt.NDArray[np.bool_]:
         """Clear the end-of-text bit and all later bits in each mask. Return the end-of-text bits."""
         word, bit = divmod(self.num_ids, 32)
         last = masks[:, word].astype(np.uint32)

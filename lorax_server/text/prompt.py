@@ -8,7 +8,7 @@ from lorax_server.errors import InputError
 from lorax_server.text.tokenizer import TextTokenizer
 
 Prompt = str | Sequence[int]
-MAX_ID = 2**31 - 1
+MAX_TOKEN_ID = 2**31 - 1
 _T = TypeVar("_T")
 
 
@@ -25,7 +25,7 @@ def encode_prompt(tokenizer: TextTokenizer, prompt: Any) -> list[int]:
         ids = [index(token_id) for token_id in prompt]
     except TypeError as error:
         raise InputError(f"a prompt must be text or a list of token ids: {error}") from error
-    if ids and not 0 <= min(ids) <= max(ids) <= MAX_ID:  # tokenizers cannot look up other ids
+    if ids and not 0 <= min(ids) <= max(ids) <= MAX_TOKEN_ID:  # tokenizers cannot look up other ids
         raise InputError("a prompt has token ids beyond the vocabulary")
     return ids
 

@@ -29,7 +29,7 @@ from lorax_server.files.tokenizer_folder import TokenizerFolder, read_json
 from lorax_server.sandbox.sandbox import Sandbox
 from lorax_server.sandbox.task import TaskError, TaskKilledError
 from lorax_server.text.config_tokens import add_config_tokens, read_added_tokens, read_named_tokens
-from lorax_server.text.convert_task import CONVERT
+from lorax_server.text.convert_task import CONVERT_TASK
 from lorax_server.text.detokenizer import Detokenizer, make_detokenizer
 from lorax_server.text.token_length import max_token_characters
 from lorax_server.text.token_table import make_token_table
@@ -352,7 +352,7 @@ def _convert(files: TokenizerFolder, model_config: Path, sandbox: Sandbox) -> tu
             files.copy_to(folder)
         args = folder.absolute(), out, model_config.absolute() if model_config.exists() else None
         try:
-            sandbox.submit(CONVERT, *args, tenant=f"tokenizer {files.path}").result()
+            sandbox.submit(CONVERT_TASK, *args, tenant=f"tokenizer {files.path}").result()
         except (TaskError, TaskKilledError) as error:
             raise ConfigError(f"{files.path}: the tokenizer cannot be converted: {str(error)[:500]}") from error
         backend = _make_backend(out / VOCABULARY_FILE, TokenizerFolder(out).read(VOCABULARY_FILE))

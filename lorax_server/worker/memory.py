@@ -2,15 +2,15 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from lorax_server.config import EngineConfig
 from lorax_server.errors import ConfigError
-from lorax_server.kernels import Field, LinearWeights, StoredMatrix
+from lorax_server.kernels import ExpertWeights, Field, LinearWeights, StoredMatrix
 from lorax_server.kernels.device import is_host
 from lorax_server.machine import (
     ADAPTER_TABLE_DIVISOR,
@@ -123,11 +123,19 @@ def _find_tensors(model: PagedCausalLM | PooledModel) -> Collection[torch.Tensor
     tensors: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for value in vars(module).values():
-            held = (value.weight, value.bias) if isinstance(value, LinearWeights) else (value,)
-            for one in held:
+            for one in _find_parts(value):
                 parts = one.tensors if isinstance(one, StoredMatrix) else (one,)
                 tensors |= {part.data_ptr(): part for part in parts if isinstance(part, torch.Tensor)}
     return tensors.values()
+
+
+def _find_parts(value: Any) -> Sequence[Any]:
+    """Return the matrices and biases in a module's attribute."""
+    if isinstance(value, ExpertWeights):
+        if value.stacked is not None:
+            return [part for stack in value.stacked for part in stack]
+        return [part for linear in (*value.gate_up, *value.down) for part in _find_parts(linear)]
+    return (value.weight, value.bias) if isinstance(value, LinearWeights) else (value,)
 
 
 def block_bytes(model: PagedCausalLM, block_size: int) -> int:

@@ -6,7 +6,7 @@ from playwright.sync_api import expect, sync_playwright
 
 from lorax_server.cli.demo import NAME
 from tests.browser.install import MISSING, find_chromium
-from tests.browser.playground import DEVICE, Playground, launch, visiting
+from tests.browser.playground import DEVICE, Playground, launch, open_playground
 from tests.demo.server import SCREENSHOT, serving_demo
 
 VIEW = {"width": 1440, "height": 900}
@@ -22,7 +22,7 @@ def main() -> None:
         serving_demo() as demo,
         sync_playwright() as playwright,
         launch(playwright, path) as browser,
-        visiting(browser, demo.url, **look) as playground,
+        open_playground(browser, demo.url, **look) as playground,
     ):
         _take(playground)
     print(f"{SCREENSHOT.name}: {SCREENSHOT.stat().st_size:,} bytes")

@@ -307,7 +307,7 @@ def test_failed_adapter_is_marked_before_use(playground: Playground, server: Ser
         if adapter["id"] == "second":
             adapter |= {"state": "failed", "error": "its weights are truncated"}
     playground.page.route("**/v1/adapters*", lambda route: route.fulfill(json=adapters))
-    playground.look()
+    playground.refresh()
     playground.open_picker()
     expect(playground.option("second")).to_have_attribute("data-state", FAILED)
     expect(playground.option("second")).to_contain_text("its weights are truncated")

@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import Browser, expect
 
 from lorax_server.cli.demo import NAME
-from tests.browser.playground import DEVICE, DISK, Playground, visiting
+from tests.browser.playground import DEVICE, DISK, Playground, open_playground
 from tests.demo.server import SCREENSHOT, read_examples, serving_demo
 
 ADAPTERS = ("sentiment", "json", "sql", "answer", "pirate", "redact")
@@ -20,7 +20,7 @@ ADAPTERS = ("sentiment", "json", "sql", "answer", "pirate", "redact")
 def url(browser: Browser) -> Iterator[str]:
     """Start the demo with all adapters on disk and none loaded."""
     with serving_demo() as demo:
-        with visiting(browser, demo.url) as playground:
+        with open_playground(browser, demo.url) as playground:
             playground.open().open_panel("activity")
             for name in ADAPTERS:
                 expect(playground.resident(DISK, name)).to_be_visible()
@@ -29,7 +29,7 @@ def url(browser: Browser) -> Iterator[str]:
 
 @pytest.fixture
 def playground(browser: Browser, url: str) -> Iterator[Playground]:
-    with visiting(browser, url, viewport={"width": 1440, "height": 1000}) as playground:
+    with open_playground(browser, url, viewport={"width": 1440, "height": 1000}) as playground:
         yield playground.open()
 
 
@@ -65,7 +65,7 @@ def test_conversation_exceeding_context_length_says_what_to_do(playground: Playg
 
 
 @pytest.mark.slow
-def test_structured_completion_at_temperature_1(playground: Playground) -> None:
+def test_structured_completion_matches_schema_at_temperature_1(playground: Playground) -> None:
     example = choose_example(playground, "schema")
     expect(playground.at("#temperature")).to_have_value("1")
     playground.at("#send").click()

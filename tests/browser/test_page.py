@@ -213,7 +213,7 @@ def tab_to(playground: Playground, selector: str, key: str = "Tab") -> None:
     raise AssertionError(f"{key} does not lead to {selector}")
 
 
-def test_held_enter_key_sends_once(playground: Playground) -> None:
+def test_held_enter_key_sends_one_request(playground: Playground) -> None:
     playground.set(max_tokens="8")
     playground.choose("tiny")
     playground.at("#prompt").fill("Once")
@@ -226,7 +226,7 @@ def test_held_enter_key_sends_once(playground: Playground) -> None:
     expect(playground.at("#prompt-error")).to_be_hidden()
 
 
-def test_escape_does_one_action_per_press(playground: Playground, server: Server) -> None:
+def test_each_escape_press_does_one_action(playground: Playground, server: Server) -> None:
     keyboard, running = playground.page.keyboard, playground.at("body[data-running=true]")
     playground.set(max_tokens="30000")
     playground.show_tokens()
@@ -259,7 +259,7 @@ def test_focus_is_kept_when_adapters_update(playground: Playground, server: Serv
     playground.open_panel("activity")
     playground.chip("third").get_by_role("button").focus()
     playground.page.route("**/v1/adapters", lambda route: route.fulfill(json=adapters))
-    playground.look()
+    playground.refresh()
     expect(playground.at(".resident[data-adapter=newcomer]")).to_be_visible()
     expect(playground.chip("third").get_by_role("button")).to_be_focused()
 
@@ -368,7 +368,7 @@ def test_examples_load_after_failure(visit: Visit) -> None:
     playground.page.route("**/ui/examples.json", fail)
     playground.open("lost")
     playground.page.route("**/ui/examples.json", lambda route: route.fulfill(json=examples))
-    playground.look()
+    playground.refresh()
     expect(playground.at("#examples button")).to_contain_text("First prompt")
     expect(playground.health).to_have_text("ready")
 
@@ -458,10 +458,10 @@ def test_page_reconnects_to_different_server(visit: Visit, server: Server) -> No
     models = {"data": [{"id": "other", "parent": None}, {"id": "first", "parent": "other"}]}
     playground.page.route("**/v1/models", lambda route: route.fulfill(json=models))
     playground.page.route("**/v1/adapters", fail)
-    playground.look()
+    playground.refresh()
     expect(playground.health).to_have_text("The server reports an error: not now")
     playground.page.unroute("**/v1/adapters")
-    playground.look()
+    playground.refresh()
     expect(playground.at("#served")).to_have_text("other")
     expect(playground.page).to_have_title("other · lorax playground")
     assert playground.selected() == ["other", "first"]

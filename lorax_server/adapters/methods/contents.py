@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from lorax_server.adapters.checkpoint import RENAMED_MODULES, TensorInfo, TensorRole, assign_tensors, find_projections
 from lorax_server.adapters.config import AdapterConfig
+from lorax_server.adapters.methods.experts import ExpertFactors
 from lorax_server.adapters.methods.fields import Method
 from lorax_server.adapters.methods.matrices import find_gram_size
 from lorax_server.adapters.target import AdapterTarget, TargetKind
@@ -29,22 +30,23 @@ class AdapterContents:
         self, config: AdapterConfig, tensors: Mapping[str, TensorInfo], targets: Mapping[str, AdapterTarget]
     ) -> None:
         self.name, self.config, self.tensors = config.name, config, tensors
-        self._targets = {name: target for name, target in targets.items() if target.kind is not TargetKind.INPUT}
+        others = (TargetKind.INPUT, TargetKind.EXPERTS)
+        self._targets = {name: target for name, target in targets.items() if target.kind not in others}
+        experts = [target for target in targets.values() if target.kind is TargetKind.EXPERTS]
+        self.experts = ExpertFactors(config, tensors, experts)
         # Keys of VeRA's shared matrices A and B.
         self.projections = find_projections(tensors, self.name) if config.method is Method.VERA else {}
-        others = tensors.keys() - self.projections.values()
-        self.keys, self._checkpoint_names = assign_tensors(others, self._targets, self.name)
+        remaining = tensors.keys() - self.projections.values() - self.experts.keys
+        self.keys, self._checkpoint_names = assign_tensors(remaining, self._targets, self.name)
         by_kind = {target.kind: target for target in targets.values()}
         # Models that do not generate text have no LM head.
         self._embedding, self._head = by_kind[TargetKind.EMBEDDING], by_kind.get(TargetKind.HEAD)
         self._vocabularies = [target for target in (self._embedding, self._head) if target is not None]
         self._check_modules()
         # Computed once, because pattern matching has a time budget.
-        self._ranks = {
-            module: config.rank(checkpoint_name) for module, checkpoint_name in self._checkpoint_names.items()
-        }
-        is_lora = config.method is Method.LORA
-        self.scales = {module: config.scale(name) for module, name in self._checkpoint_names.items() if is_lora}
+        names = {module: self._find_config_name(name) for module, name in self._checkpoint_names.items()}
+        self._ranks = {module: config.rank(name) for module, name in names.items()}
+        self.scales = {module: config.scale(name) for module, name in names.items() if config.method is Method.LORA}
         self._share_tied_rank()
         self._replaced_modules = self._find_replaced_modules()
         self.token_ids = _find_token_ids(config, self._embedding, self._head)
@@ -65,6 +67,8 @@ class AdapterContents:
 
     def find_rank(self, module: str) -> int:
         """Return the LoRA rank at a module on this tensor-parallel rank, or 0 if the module has no LoRA factors."""
+        if module in self.experts.by_target:
+            return self.experts.by_target[module].rank
         keys = self.keys[module]
         if TensorRole.VERA_B in keys:
             return self.config.r
@@ -98,6 +102,10 @@ class AdapterContents:
             return False
         old_names = [old for old, new in RENAMED_MODULES.items() if new == target.name]
         names = [self._checkpoint_names.get(target.name, target.name), target.name, *old_names]
+        if target.kind is TargetKind.LINEAR and any(
+            self.config.is_target_parameter(f"{name}.weight") for name in names
+        ):
+            return True
         matches = [self.config.is_target(name) for name in names]
         if True in matches:
             return True
@@ -106,6 +114,11 @@ class AdapterContents:
         if self.config.ensure_weight_tying and target in self._vocabularies:
             return None  # PEFT may adapt embedding and head if they are tied
         return matches[0]
+
+    def _find_config_name(self, name: str) -> str:
+        """Return the name that patterns in the config match: the parameter's if `target_parameters` targets it."""
+        parameter = f"{name}.weight"
+        return parameter if self.config.is_target_parameter(parameter) else name
 
     def _share_tied_rank(self) -> None:
         """Use the embedding's rank for the head if PEFT ties their factors, even if a pattern sets another rank.

@@ -42,7 +42,7 @@ FIELDS = {
         | {
             *("alpha_pattern", "bias", "ensure_weight_tying", "exclude_modules", "kasa_config", "layers_pattern"),
             *("layers_to_transform", "lora_alpha", "lora_bias", "r", "rank_pattern", "trainable_token_indices"),
-            *("use_bdlora", "use_dora", "use_rslora"),
+            *("target_parameters", "use_bdlora", "use_dora", "use_rslora"),
         },
         TRAINING_OF_ALL
         | {
@@ -55,7 +55,6 @@ FIELDS = {
             "enable_lora": "fused matrices, from the first PEFT versions",
             "layer_replication": "a base model with repeated layers",
             "megatron_config": "Megatron's parallel layers",
-            "target_parameters": "LoRA on bare parameters, such as fused experts",
             "use_qalora": "QALoRA, which needs a GPTQ base model",
         },
     ),

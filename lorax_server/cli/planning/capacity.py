@@ -180,7 +180,7 @@ class Planner:
     def _bytes_read(self, batch_size: int) -> dict[str, float]:
         """Return how many bytes of weights, adapters and KV cache a decode step reads."""
         return {
-            "weights": self.sizes.read_bytes,
+            "weights": self.sizes.read_bytes(batch_size),
             "adapters": self._expected_adapters(batch_size) * self.mix.mean_bytes,
             "cache": batch_size * self._mean_length * self.sizes.token_bytes,
         }

@@ -55,7 +55,7 @@ class CpuAttention:
         lengths: Sequence[int],
         spec: AttentionSpec,
     ) -> torch.Tensor:
-        if spec.soft_cap is not None:
+        if spec.soft_cap is not None or spec.sinks is not None:
             return reference.attend_sequences(q, k, v, angles, lengths, spec)
         if angles is not None:
             for heads in _join_heads(q, k):
@@ -159,10 +159,10 @@ def _join_heads(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (q.as_strided((q.shape[0], q.shape[1] + k.shape[1], q.shape[2]), q.stride()),)
 
 
-def _score_args(spec: AttentionSpec) -> tuple[float, int, float, int | None]:
-    """Return a layer's scale, window, soft cap (0 if none) and ALiBi slope address, as native arguments."""
-    slopes = None if spec.slopes is None else spec.slopes.data_ptr()
-    return spec.scale, spec.window or UNLIMITED_WINDOW, spec.soft_cap or 0.0, slopes
+def _score_args(spec: AttentionSpec) -> tuple[float, int, float, int | None, int | None]:
+    """Return a layer's scale, window, soft cap (0 if none), and the addresses of ALiBi slopes and attention sinks."""
+    slopes, sinks = (None if x is None else x.data_ptr() for x in (spec.slopes, spec.sinks))
+    return spec.scale, spec.window or UNLIMITED_WINDOW, spec.soft_cap or 0.0, slopes, sinks
 
 
 def _strides(x: torch.Tensor) -> tuple[int, int]:

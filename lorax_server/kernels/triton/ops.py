@@ -22,7 +22,7 @@ from lorax_server.kernels.ops import (
     PagedBatch,
     SampleTokens,
 )
-from lorax_server.kernels.triton import decode_lora, gated_activation, prompt_lora, scale_shift
+from lorax_server.kernels.triton import decode_lora, experts, gated_activation, prompt_lora, scale_shift
 from lorax_server.kernels.triton.decode_attention import decode_attention
 from lorax_server.kernels.triton.embedding import adapt_embedding
 from lorax_server.kernels.triton.kv_cache import rotate_and_write
@@ -56,6 +56,8 @@ class TritonOps:
     rms_norm = staticmethod(rms_norm)
     layer_norm = staticmethod(layer_norm)
     adapt_embedding = staticmethod(adapt_embedding)
+    make_experts = staticmethod(experts.make_experts)
+    run_experts = staticmethod(experts.run_experts)
 
     def attend(
         self,
@@ -81,7 +83,7 @@ class TritonOps:
         lengths: Sequence[int],
         spec: AttentionSpec,
     ) -> torch.Tensor:
-        if spec.soft_cap is not None:
+        if spec.soft_cap is not None or spec.sinks is not None:
             return reference.attend_sequences(q, k, v, angles, lengths, spec)
         if angles is not None:
             reference.rotary(q, *angles)
