@@ -1,10 +1,10 @@
 // HTTP calls to the server of this page, including its path prefix.
 
-import { tab } from "./store.js";
+import { tab } from "./storage.js";
 
 const ROOT = new URL("..", import.meta.url);
 const KEY = "key";
-const PATIENCE_MS = 10_000; // timeout for requests other than completions
+const TIMEOUT_MS = 10_000; // timeout for requests other than completions
 
 export const UNREACHABLE = 0;
 export const UNAUTHORIZED = 401;
@@ -19,7 +19,7 @@ export class ApiError extends Error {
 }
 
 /** Dispatches "unauthorized" if the key is missing or invalid. */
-export const news = new EventTarget();
+export const authorization = new EventTarget();
 
 export const urlOf = (path) => new URL(path, ROOT).href;
 
@@ -27,7 +27,7 @@ export const getKey = () => tab.get(KEY) ?? "";
 export const setKey = (key) => (key ? tab.set(KEY, key) : tab.remove(KEY));
 
 export async function getJson(path, key = getKey()) {
-  const response = await send(path, { signal: AbortSignal.timeout(PATIENCE_MS) }, key);
+  const response = await send(path, { signal: AbortSignal.timeout(TIMEOUT_MS) }, key);
   return response.json();
 }
 
@@ -60,7 +60,7 @@ async function send(path, options, key) {
   const response = await reach(() => fetch(urlOf(path), { ...options, headers, cache: "no-store" }));
   if (response.ok) return response;
   const isCurrent = key === getKey(); // the key may have changed since
-  if (response.status === UNAUTHORIZED && isCurrent) news.dispatchEvent(new Event("unauthorized"));
+  if (response.status === UNAUTHORIZED && isCurrent) authorization.dispatchEvent(new Event("unauthorized"));
   const body = await response.json().catch(() => null);
   throw new ApiError(response.status, messageOf(body) ?? response.statusText, body?.error?.code);
 }

@@ -1,92 +1,87 @@
-// The page: prompt, model selection, completions and server status.
+// Starts the page and connects its parts: server status, examples, keyboard.
 
 import { UNAUTHORIZED, UNREACHABLE, getJson } from "./api.js";
-import { forgetTemplates } from "./ask.js";
-import { Column } from "./column.js";
-import { button, byId, make } from "./dom.js";
-import { startKey } from "./key.js";
-import { MOST_NAMED, Models } from "./models.js";
+import { Activity } from "./activity.js";
+import { startApiKey } from "./api-key.js";
+import { Chats } from "./chats.js";
+import { forgetTemplates } from "./completion.js";
+import { Conversation, isSendKey } from "./conversation.js";
+import { announce, button, byId, isTouch, make, oncePerFrame } from "./dom.js";
+import { ModelPicker } from "./model-picker.js";
+import { Models } from "./models.js";
+import { isPanelOpen, startPanels } from "./panels.js";
 import { Parameters } from "./parameters.js";
-import { Residency } from "./residency.js";
-import { recall, remember } from "./store.js";
+import { Polling } from "./polling.js";
 import { startTheme } from "./theme.js";
-import { Tooltip } from "./tooltip.js";
-import { Watch } from "./watch.js";
+import { TokenDetails } from "./token-details.js";
 
-const tooltip = new Tooltip(byId("tooltip"));
-const parameters = new Parameters();
-const residency = new Residency(() => hasMore && watch.poke());
-let listed = []; // last adapter list from the server
-let hasMore = false; // the server has more adapters than listed
-let lastAsked = ""; // last adapter list query
-let running = null; // AbortController of running requests
 let isKnown = false; // server info is loaded
 
-const models = new Models(showAdapters, showBusy);
-const watch = new Watch(look, isBusy);
-const closeKeyForm = startKey(() => watch.poke());
+const tokenDetails = new TokenDetails(byId("tooltip"));
+const parameters = new Parameters(showProbabilities);
+const models = new Models(showModels);
+const polling = new Polling(poll, () => conversation.isRunning || picker.isLoading);
+const searched = () => models.hasMore && polling.now();
+const picker = new ModelPicker(models, { onSearch: searched, onLoading: () => polling.now() });
+const activity = new Activity(models, searched);
+const showSpeeds = oncePerFrame(() => isPanelOpen("activity") && activity.renderSpeeds(conversation.latest));
+const conversation = new Conversation({
+  models, parameters, tokenDetails, onRun: showRunning, onChange: chatChanged, onProgress: showSpeeds,
+});
+const chats = new Chats((chat) => {
+  conversation.open(chat);
+  showSpeeds();
+  if (!isTouch()) byId("prompt").focus(); // phones would open the keyboard
+});
+const closeKeyForm = startApiKey(() => polling.now());
 
-// --- Requests --------------------------------------------------------------------------------------------------------
-
-async function send() {
-  const prompt = byId("prompt").value;
-  const asked = parameters.read();
-  const chosen = models.chosenInOrder;
-  const problem = !prompt.trim() ? "Enter a prompt." : !chosen.length ? "Select a model." : "";
-  byId("prompt-error").textContent = problem;
-  if (problem || !asked) return;
-  running?.abort();
-  const mine = new AbortController();
-  setRunning(mine);
-  const columns = chosen.map(makeColumn);
-  tooltip.hide(); // its token is removed
-  byId("status").textContent = "";
-  byId("columns").replaceChildren(...columns.map((column) => column.element));
-  const ends = await Promise.all(columns.map((column) => run(column, prompt, asked, mine.signal)));
-  if (running !== mine) return;
-  setRunning(null);
-  byId("status").textContent = ends.join("; "); // screen readers announce only the last of several updates
+function chatChanged() {
+  chats.save();
+  polling.now();
 }
 
-async function run(column, ...question) {
-  const end = await column.run(...question);
-  watch.poke();
-  return end;
+function showModels() {
+  picker.render();
+  if (isPanelOpen("activity")) activity.render();
 }
 
-function makeColumn(model) {
-  const kind = model === models.base ? "base model" : "adapter";
-  const place = residency.placeOf(model);
-  return new Column({ model, label: models.labelOf(model), kind: place ? `${kind}, was ${place}` : kind, tooltip });
+function showProbabilities() {
+  document.body.dataset.probabilities = parameters.hasProbabilities ? "on" : "off";
+  conversation.redraw();
 }
 
-function isBusy() {
-  return running !== null || models.isLoading;
+function showRunning(isRunning) {
+  document.body.dataset.running = String(isRunning);
+  const [stopButton, sendButton] = [byId("stop"), byId("send")];
+  const { activeElement: focused } = document;
+  const isLost = focused === sendButton || focused === stopButton || focused.closest(".answer footer") !== null;
+  stopButton.hidden = !isRunning;
+  sendButton.hidden = isRunning;
+  if (isLost) (isRunning ? stopButton : isTouch() ? sendButton : byId("prompt")).focus(); // the control is hidden now
+  if (isRunning) chats.save();
+  polling.now();
 }
 
 function stop() {
-  running?.abort();
-  models.stop();
+  conversation.stop();
+  picker.stop();
 }
 
-function setRunning(controller) {
-  running = controller;
-  document.body.dataset.running = String(controller !== null);
-  showBusy();
-}
-
-function showBusy() {
-  byId("stop").disabled = !isBusy();
-  watch.poke();
+function send() {
+  if (conversation.isRunning) return;
+  const error = conversation.send(byId("prompt").value);
+  byId("prompt-error").textContent = error;
+  if (!error) byId("prompt").value = "";
 }
 
 // --- Server status ---------------------------------------------------------------------------------------------------
 
-async function look() {
+async function poll() {
   try {
-    if (!isKnown) await meet();
-    await list();
-    showAdapters();
+    if (!isKnown) await meetServer();
+    await models.refreshAdapters(picker.isOpen ? picker.wanted : activity.wanted);
+    if (!isKnown && !models.selected.length) models.selectDefault();
+    isKnown = true;
     showHealth("ready", "ready");
     closeKeyForm();
   } catch (error) {
@@ -96,100 +91,74 @@ async function look() {
   }
 }
 
-/** Loads the first adapter page, filtered by the search field if there are more, with the chosen adapters. */
-async function list() {
-  const search = hasMore ? residency.wanted : "";
-  const names = hasMore ? [...new Set([...models.named, ...models.chosenAdapters])].slice(-MOST_NAMED) : models.named;
-  const asked = new URLSearchParams([...names.map((name) => ["also", name]), ...(search ? [["search", search]] : [])]);
-  const { data, has_more } = await getJson(asked.size ? `v1/adapters?${asked}` : "v1/adapters");
-  const isOther = data.length !== listed.length || data.some((adapter, i) => adapter.id !== listed[i].id);
-  const isSameQuestion = !hasMore || asked.toString() === lastAsked;
-  if (isOther && isSameQuestion) await models.refresh(); // otherwise the query has changed
-  listed = data;
-  lastAsked = asked.toString();
-  hasMore = Boolean(has_more) || search !== "";
-}
-
-function showAdapters() {
-  residency.show(listed, models.chosenAdapters, hasMore);
-}
-
-async function meet() {
+async function meetServer() {
   const info = await getJson("info");
   parameters.fit(info.max_total_tokens);
   await models.refresh();
   const served = models.labelOf(models.base ?? info.model_id);
   byId("served").textContent = served;
   byId("served").title = info.model_id;
+  byId("welcome-model").textContent = served;
   document.title = `${served} · lorax playground`;
-  await startExamples();
-  isKnown = true;
+  showExamples(await getJson("ui/examples.json"));
 }
 
 function showProblem(error) {
   if (error.status === UNAUTHORIZED) showHealth("locked", "API key required");
-  else if (error.status === UNREACHABLE) showHealth("lost", "Cannot reach the server; retrying");
-  else showHealth("lost", error.message);
+  else if (error.status !== UNREACHABLE) showHealth("lost", `The server reports an error: ${error.message}`);
+  else showHealth("lost", "Cannot reach the server. Check that it is running; this page retries every five seconds.");
 }
 
 function showHealth(state, text) {
   byId("health").dataset.state = state;
-  if (byId("health").textContent !== text) byId("health").textContent = text; // screen readers announce changes
+  announce(byId("health"), text);
 }
 
 // --- Examples --------------------------------------------------------------------------------------------------------
 
-async function startExamples() {
-  const examples = await getJson("ui/examples.json");
-  const isFirst = !byId("examples").hasChildNodes();
-  byId("examples").hidden = !examples.length;
-  const buttons = examples.map((example) => button(example.title, () => fillIn(example), { class: "quiet" }));
-  byId("examples").replaceChildren(make("span", { class: "note" }, "Try"), ...buttons);
-  if (isFirst && examples.length && !byId("prompt").value) fillIn(examples[0]);
+function showExamples(examples) {
+  const items = examples.map((example) => {
+    const title = make("strong", {}, example.title);
+    const control = button(title, () => fillIn(example), { class: "example" });
+    control.append(make("span", { class: "note" }, example.prompt));
+    return make("li", {}, control);
+  });
+  byId("examples").replaceChildren(...items);
 }
 
-function fillIn({ prompt, models: names, schema, tools, tool_choice: choice, temperature }) {
-  byId("prompt").value = prompt;
-  parameters.fill("schema", schema);
-  parameters.fill("tools", tools);
-  if (tools) parameters.fill("tool_choice", choice ?? "auto");
-  parameters.fillTemperature(temperature);
-  if (names?.length) models.choose(names);
+function fillIn(example) {
+  byId("prompt").value = example.prompt;
+  parameters.fillExample(example);
+  if (example.models?.length) models.select(example.models);
+  if (!isTouch()) byId("prompt").focus();
 }
 
 // --- Page ------------------------------------------------------------------------------------------------------------
 
-function startTint() {
-  const control = byId("tint");
-  const show = () => (document.body.dataset.tint = control.checked ? "on" : "off");
-  control.checked = recall("tint", true) !== false;
-  control.addEventListener("change", () => {
-    remember("tint", control.checked);
-    show();
-  });
-  show();
-}
-
-function startKeyboard() {
-  addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
-      event.preventDefault();
-      if (!event.repeat) send();
-    } else if (event.key === "Escape" && !event.isComposing) {
-      if (tooltip.isShown) tooltip.hide();
-      else if (!clearsSearch(event.target)) stop();
-    }
-  });
-}
-
-const clearsSearch = (target) => target.type === "search" && target.value !== "";
-
-byId("ask").addEventListener("submit", (event) => {
+byId("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   send();
 });
+byId("prompt").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && event.repeat && !event.shiftKey) event.preventDefault(); // a held key sends once
+  if (!isSendKey(event)) return;
+  event.preventDefault();
+  send();
+});
+byId("prompt").addEventListener("input", () => (byId("prompt-error").textContent = ""));
 byId("stop").addEventListener("click", stop);
+addEventListener("keydown", (event) => {
+  if (event.key !== "Escape" || event.isComposing || picker.isOpen) return; // the browser closes the picker
+  const isFilter = event.target.type === "search" && event.target.value !== "";
+  if (tokenDetails.isShown) tokenDetails.hide();
+  else if (!isFilter) stop(); // otherwise the browser clears the filter
+});
+startPanels(() => {
+  activity.render();
+  activity.renderSpeeds(conversation.latest);
+});
 startTheme();
-startTint();
-startKeyboard();
-watch.poke();
+document.body.dataset.running = "false";
+showProbabilities();
+chats.open(chats.list[0]);
+polling.now();

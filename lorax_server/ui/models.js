@@ -1,40 +1,30 @@
-// Model selection: toggle buttons for the base model and adapters, and a field for other adapter names.
+// The server's models, their memory tiers, and the selection.
 
-import { UNAUTHORIZED, getJson } from "./api.js";
-import { load } from "./ask.js";
-import { button, byId, make } from "./dom.js";
+import { getJson } from "./api.js";
+import { browser } from "./storage.js";
 
-const SHOWN = 24; // maximum number of unselected adapters shown
-const CHOSEN_AT_FIRST = 2; // adapters selected in addition to the base model
-export const MOST_NAMED = 20; // limit for names in a URL
+const MAX_SELECTED = 6;
+const MAX_QUERIED = 20; // names in a URL
+const SELECTION = "models";
+const STATES = { "on the device": "device", "in host memory": "host", "on disk": "disk", failed: "failed" };
 
 export class Models {
-  constructor(onChange, onLoading) {
-    this.base = null;
-    this.names = []; // adapter names
-    this.loaded = new Set(); // loaded by name on this page
-    this.chosen = new Set();
-    this.loading = null; // AbortController of the running load
+  /** Calls `onChange` after any change. */
+  constructor(onChange) {
     this.onChange = onChange;
-    this.onLoading = onLoading; // called when a load starts or ends
-    this.form = byId("load");
-    this.list = byId("models");
-    this.field = byId("name");
-    this.error = byId("load-error");
-    this.field.addEventListener("input", () => this.#typed());
-    this.form.addEventListener("submit", (event) => this.#load(event));
+    this.base = null;
+    this.names = []; // adapters with a name
+    this.added = new Set(); // adapters loaded by name on this page
+    this.selected = [];
+    this.adapters = []; // as the server lists them
+    this.hasMore = false; // the server has more adapters than listed
+    this.isFirst = true;
   }
 
-  get isLoading() {
-    return this.loading !== null;
-  }
-
-  stop() {
-    this.loading?.abort();
-  }
-
-  get chosenInOrder() {
-    return this.#all().filter((name) => this.chosen.has(name));
+  /** The base model first, then all known adapters. */
+  get all() {
+    const names = [this.base, ...this.names, ...this.added, ...this.adapters.map(({ id }) => id)];
+    return [...new Set(names.filter((name) => name !== null))];
   }
 
   /** Shortens a folder path to its last component. */
@@ -42,121 +32,78 @@ export class Models {
     return model.startsWith("/") ? model.split("/").filter(Boolean).at(-1) : model;
   }
 
-  /** Selected adapters, whether listed by the server or not. */
-  get chosenAdapters() {
-    return this.chosenInOrder.filter((name) => name !== this.base);
+  /** Returns the label and the kind of a model. */
+  describe(model) {
+    return [this.labelOf(model), model === this.base ? "base model" : "adapter"];
   }
 
-  /** The most recent adapters that must be queried by name. */
-  get named() {
-    return this.#others().slice(-MOST_NAMED);
+  /** Returns `{state, text, reason}`. `state` is base, device, host, disk, loading, failed or unknown. */
+  statusOf(model) {
+    if (model === this.base) return { state: "base", text: "base model" };
+    const adapter = this.adapters.find(({ id }) => id === model);
+    if (!adapter) return { state: "unknown", text: "" };
+    const { state, error, warning } = adapter;
+    return { state: STATES[state] ?? "loading", text: state, reason: error ?? warning ?? "" };
+  }
+
+  /** Selects the models that exist. "base" selects the base model. */
+  select(names) {
+    const all = new Set(this.all);
+    const resolved = names.map((name) => (name === "base" && !all.has(name) ? this.base : name));
+    this.#setSelected(resolved.filter((name) => all.has(name)).slice(0, MAX_SELECTED));
+  }
+
+  /** Returns an error message, or "". */
+  toggle(name) {
+    const isSelected = this.selected.includes(name);
+    const isFull = !isSelected && this.selected.length >= MAX_SELECTED;
+    if (isFull) return `Remove a model first: at most ${MAX_SELECTED} can be compared.`;
+    this.#setSelected(isSelected ? this.selected.filter((each) => each !== name) : [...this.selected, name]);
+    return "";
+  }
+
+  /** Adds and selects an adapter that the server does not list. */
+  add(name) {
+    if (!this.all.includes(name)) this.added.add(name);
+    return this.selected.includes(name) ? "" : this.toggle(name);
   }
 
   async refresh() {
     const { data } = await getJson("v1/models");
-    const isFirst = !this.base && !this.names.length;
-    const wasChosen = this.chosen.delete(this.base); // the base model may have a new name
+    const before = this.base;
     this.base = data.find((model) => model.parent === null)?.id ?? null;
-    if (wasChosen && this.base !== null) this.chosen.add(this.base);
     this.names = data.filter((model) => model.parent !== null).map((model) => model.id);
-    if (isFirst && !this.chosen.size) this.choose(this.#all().slice(0, CHOSEN_AT_FIRST + 1));
-    this.#render();
-  }
-
-  /** Selects the names that exist. "base" selects the base model. */
-  choose(names) {
-    const all = new Set(this.#all());
-    const known = names.map((name) => (name === "base" && !all.has("base") ? this.base : name));
-    this.chosen = new Set(known.filter((name) => all.has(name)));
-    this.#render();
-  }
-
-  #all() {
-    return [...(this.base === null ? [] : [this.base]), ...this.names, ...this.#others()];
-  }
-
-  /** Adapters that the server does not list. */
-  #others() {
-    return [...this.loaded].filter((name) => name !== this.base && !this.names.includes(name));
-  }
-
-  #toggle(name) {
-    if (!this.chosen.delete(name)) this.chosen.add(name);
-    this.#render();
-  }
-
-  #render() {
-    const wanted = this.field.value.trim().toLowerCase();
-    const others = this.#all().filter((name) => !this.chosen.has(name) && name.toLowerCase().includes(wanted));
-    const shown = new Set([...this.chosen, ...others.slice(0, SHOWN)]);
-    const chips = this.#all().filter((name) => shown.has(name)).map((name) => this.#chip(name));
-    const rest = others.length - SHOWN;
-    const more = rest > 0 ? [make("span", { class: "note" }, `+ ${rest} more`)] : [];
-    this.#replace(chips, more);
-    const size = this.chosenInOrder.length;
-    byId("models-note").textContent = size ? `${size} selected` : "select at least one";
+    if (this.isFirst) this.select(browser.recall(SELECTION, []));
+    else this.selected = this.selected.map((name) => (name === before ? this.base : name)); // it may have a new name
+    this.isFirst = false;
     this.onChange();
   }
 
-  /** Keeps the keyboard focus on the same chip. */
-  #replace(chips, more) {
-    const before = this.list.contains(document.activeElement) ? document.activeElement.dataset.model : null;
-    this.list.replaceChildren(...chips, ...more);
-    if (before === null) return;
-    const chip = chips.find((each) => each.dataset.model === before) ?? chips[0];
-    chip?.focus({ preventScroll: true });
+  /** Loads the first adapter page. If there are more, `search` finds others. */
+  async refreshAdapters(search) {
+    const sent = this.hasMore ? search : "";
+    const unlisted = [...this.added].filter((name) => name !== this.base && !this.names.includes(name));
+    const selected = this.hasMore ? this.selected.filter((name) => name !== this.base) : [];
+    const names = [...new Set([...unlisted, ...selected])].slice(-MAX_QUERIED);
+    const query = new URLSearchParams([...names.map((name) => ["also", name]), ...(sent ? [["search", sent]] : [])]);
+    const { data, has_more } = await getJson(query.size ? `v1/adapters?${query}` : "v1/adapters");
+    const ids = data.map(({ id }) => id).join("\n");
+    const isSameQuery = !this.hasMore || query.toString() === this.query;
+    const isOther = ids !== this.adapters.map(({ id }) => id).join("\n");
+    Object.assign(this, { adapters: data, query: query.toString(), hasMore: Boolean(has_more) || sent !== "" });
+    if (isOther && isSameQuery) await this.refresh(); // otherwise only the query has changed
+    this.onChange();
   }
 
-  #chip(name) {
-    const label = this.labelOf(name);
-    return button(name === this.base ? `${label} (base)` : label, () => this.#toggle(name), {
-      class: "chip",
-      "data-model": name,
-      "aria-pressed": String(this.chosen.has(name)),
-    });
+  /** Selects the base model and an adapter that works. */
+  selectDefault() {
+    const adapter = this.names.find((name) => this.statusOf(name).state !== "failed");
+    this.select([this.base, adapter].filter((name) => name !== null && name !== undefined));
   }
 
-  #typed() {
-    this.#showError("");
-    this.#render();
-  }
-
-  async #load(event) {
-    event.preventDefault();
-    const name = this.field.value.trim();
-    if (this.isLoading) return;
-    if (!name) return this.#showError("Enter an adapter name.");
-    this.#showError("");
-    this.#setLoading(new AbortController());
-    try {
-      await load(name, this.loading.signal);
-      this.#add(name);
-    } catch (error) {
-      if (error.name === "AbortError") this.error.textContent = "Stopped.";
-      else this.#showError(error.status === UNAUTHORIZED ? "An API key is required." : error.message);
-    }
-    this.#setLoading(null);
-  }
-
-  #add(name) {
-    this.loaded.add(name);
-    this.chosen.add(name);
-    this.field.value = "";
-    this.#render();
-  }
-
-  #showError(message) {
-    this.error.textContent = message;
-    this.field.setAttribute("aria-invalid", String(Boolean(message)));
-  }
-
-  #setLoading(controller) {
-    this.loading = controller;
-    const control = this.form.querySelector("button");
-    control.setAttribute("aria-disabled", String(this.isLoading)); // a disabled control would lose focus
-    control.textContent = this.isLoading ? "Loading" : "Load";
-    this.field.readOnly = this.isLoading;
-    if (!this.isLoading && this.form.contains(document.activeElement)) this.field.focus();
-    this.onLoading();
+  #setSelected(names) {
+    this.selected = names;
+    browser.remember(SELECTION, names);
+    this.onChange();
   }
 }

@@ -1,136 +1,200 @@
-// Sampling parameters, stored in this browser and validated before sending.
+// The settings: request parameters, stored in this browser and validated before sending.
 
-import { byId } from "./dom.js";
-import { recall, remember } from "./store.js";
-import { EXAMPLE, isTools, namedTools } from "./tools.js";
+import { byId, button, make } from "./dom.js";
+import { openPanel, isPanelOpen } from "./panels.js";
+import { browser } from "./storage.js";
+import { EXAMPLE_TOOLS, isTools, namedTools } from "./tool-calls.js";
 
-const { MAX_SAFE_INTEGER } = Number;
+const DEFAULT_MAX_TOKENS = 1024;
+const isWhole = (number) => Number.isSafeInteger(number);
 const NUMBERS = {
-  max_tokens: { holds: (n) => whole(n) && n >= 1, rule: "a whole number, at least 1", isNeeded: true },
-  temperature: { holds: (n) => n >= 0 && n <= 2, rule: "a number from 0 (greedy) to 2" },
-  top_p: { holds: (n) => n > 0 && n <= 1, rule: "a number above 0, at most 1" },
-  top_k: { holds: (n) => whole(n) && n >= 0 && n < 2 ** 31, rule: "a whole number; 0 means all" },
-  seed: { holds: whole, rule: "a whole number" },
-};
-const TEXTS = {
-  schema: { holds: isObject, rule: () => "Must be a JSON object." },
-  tools: {
-    holds: (value) => isTools(value) && byId("mode").value === "chat",
-    rule: (value) => (isTools(value) ? "Tools require chat mode." : "Must be a JSON list of named functions."),
+  max_tokens: {
+    label: "Max tokens", value: String(DEFAULT_MAX_TOKENS), isNeeded: true,
+    help: "The longest completion. A token is about four characters of English.",
+    holds: (n) => isWhole(n) && n >= 1, rule: "a whole number, at least 1",
+  },
+  temperature: {
+    label: "Temperature", value: "0",
+    help: "0 always chooses the most likely token, so the same request gives the same text. Higher is more varied.",
+    holds: (n) => n >= 0 && n <= 2, rule: "a number from 0 to 2",
+  },
+  top_p: {
+    label: "Top p", help: "Samples only from the most likely tokens that together have this probability.",
+    holds: (n) => n > 0 && n <= 1, rule: "a number above 0, at most 1",
+  },
+  top_k: {
+    label: "Top k", help: "Samples only from this number of most likely tokens. 0 means all.",
+    holds: (n) => isWhole(n) && n >= 0 && n < 2 ** 31, rule: "a whole number; 0 means all",
+  },
+  seed: {
+    label: "Seed", help: "The same seed gives the same text again.", holds: isWhole, rule: "a whole number",
   },
 };
-const NAMES = [...Object.keys(NUMBERS), ...Object.keys(TEXTS), "mode", "system", "tool_choice"];
+const EXAMPLE_SCHEMA = {
+  type: "object",
+  properties: { name: { type: "string", maxLength: 40 }, age: { type: "integer", minimum: 0, maximum: 150 } },
+  required: ["name", "age"],
+  additionalProperties: false,
+};
+const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
+const JSONS = {
+  schema: {
+    label: "JSON schema", example: EXAMPLE_SCHEMA,
+    help: "Every completion is JSON that matches this schema.",
+    errorOf: (value) => (isObject(value) ? "" : "Must be a JSON object."),
+  },
+  tools: {
+    label: "Tools", example: EXAMPLE_TOOLS,
+    help: "A JSON list of functions that the model may call.",
+    errorOf: (value) => {
+      if (!isTools(value)) return "Must be a JSON list of named functions.";
+      return byId("mode").value === "chat" ? "" : "Tools require chat mode.";
+    },
+  },
+};
+const NAMES = [...Object.keys(NUMBERS), ...Object.keys(JSONS), "mode", "system", "tool_choice"];
 
 export class Parameters {
-  constructor() {
-    const before = recall("parameters", {});
+  /** Calls `onProbabilities` when the display of token probabilities changes. */
+  constructor(onProbabilities) {
+    byId("numbers").append(...Object.entries(NUMBERS).map(([name, field]) => numberField(name, field)));
+    byId("jsons").prepend(...Object.entries(JSONS).map(([name, field]) => this.#jsonField(name, field)));
+    const stored = browser.recall("parameters", {});
+    this.defaults = Object.fromEntries(NAMES.map((name) => [name, byId(name).value]));
     for (const name of NAMES) {
-      if (typeof before[name] === "string") byId(name).value = before[name];
+      if (typeof stored[name] === "string") byId(name).value = stored[name];
       byId(name).addEventListener("input", () => this.#changed());
     }
     for (const name of ["mode", "tool_choice"]) {
       if (!byId(name).value) byId(name).selectedIndex = 0; // the stored option no longer exists
     }
-    byId("tools-example").addEventListener("click", () => this.fill("tools", EXAMPLE));
-    this.fitted = byId("max_tokens").defaultValue; // default value
+    byId("reset").addEventListener("click", () => NAMES.forEach((name) => this.fill(name, this.defaults[name])));
+    byId("probabilities").checked = browser.recall("probabilities", false) === true;
+    byId("probabilities").addEventListener("change", () => {
+      browser.remember("probabilities", this.hasProbabilities);
+      onProbabilities();
+    });
     this.#summarize();
   }
 
-  /** Reduces the default `max_tokens` to fit the context length. */
+  get hasProbabilities() {
+    return byId("probabilities").checked;
+  }
+
+  /** Reduces the default `max_tokens` to half of the context length. */
   fit(maxTotalTokens) {
     const field = byId("max_tokens");
-    const isTyped = field.value !== this.fitted;
-    this.fitted = String(Math.min(field.defaultValue, Math.ceil(maxTotalTokens / 2)));
-    if (!isTyped) field.value = this.fitted;
+    const isTyped = field.value !== this.defaults.max_tokens;
+    this.defaults.max_tokens = String(Math.min(DEFAULT_MAX_TOKENS, Math.ceil(maxTotalTokens / 2)));
+    if (!isTyped) field.value = this.defaults.max_tokens;
     this.#summarize();
   }
 
   /** Sets a field value like user input. */
   fill(name, value) {
-    byId(name).value = typeof value === "string" ? value : value ? JSON.stringify(value) : "";
+    byId(name).value = typeof value === "string" ? value : value ? JSON.stringify(value, null, 2) : "";
     byId(name).dispatchEvent(new Event("input"));
   }
 
-  /** Sets an example's temperature until the next example. Keeps a user value otherwise. */
-  fillTemperature(given) {
-    const isGiven = typeof given === "number";
-    if (isGiven || this.isLent) this.fill("temperature", isGiven ? String(given) : byId("temperature").defaultValue);
+  /** Sets the fields of an example. Its temperature applies until the next example. */
+  fillExample({ schema, tools, tool_choice: choice, temperature }) {
+    this.fill("schema", schema);
+    this.fill("tools", tools);
+    if (tools) this.fill("tool_choice", choice ?? "auto");
+    const isGiven = typeof temperature === "number";
+    if (isGiven || this.isLent) this.fill("temperature", isGiven ? String(temperature) : this.defaults.temperature);
     this.isLent = isGiven;
   }
 
   /** Returns the request parameters, or null after showing an error. */
   read() {
-    const wrong = Object.keys(NUMBERS).filter((name) => !this.#check(name));
-    wrong.push(...Object.keys(TEXTS).filter((name) => !this.#checkText(name)));
+    const wrong = this.#invalid();
     if (wrong.length) {
-      byId("parameters").open = true;
+      if (!isPanelOpen("settings")) openPanel("settings");
       byId(wrong[0]).focus();
       return null;
     }
     const given = Object.keys(NUMBERS).filter((name) => byId(name).value !== "");
     const sampling = Object.fromEntries(given.map((name) => [name, Number(byId(name).value)]));
-    const [schema, tools] = [jsonOf("schema"), jsonOf("tools")];
+    const [schema, tools] = ["schema", "tools"].map((name) => JSON.parse(byId(name).value.trim() || "null"));
     const [mode, choice] = [byId("mode").value, byId("tool_choice").value];
     const system = byId("system").value.trim();
-    return { sampling, mode, system, schema, tools: tools && namedTools(tools), choice };
+    const { hasProbabilities: probabilities } = this;
+    return { sampling, mode, system, schema, tools: tools && namedTools(tools), choice, probabilities };
   }
 
   #changed() {
-    remember("parameters", Object.fromEntries(NAMES.map((name) => [name, byId(name).value])));
-    for (const name of Object.keys(NUMBERS)) this.#check(name);
-    for (const name of Object.keys(TEXTS)) this.#checkText(name);
+    browser.remember("parameters", Object.fromEntries(NAMES.map((name) => [name, byId(name).value])));
+    this.#invalid();
     this.#summarize();
   }
 
-  #checkText(name) {
-    const { holds, rule } = TEXTS[name];
-    const value = jsonOf(name);
-    const isRight = value === null || holds(value);
-    byId(`${name}-error`).textContent = isRight ? "" : rule(value);
-    byId(name).setAttribute("aria-invalid", String(!isRight));
-    return isRight;
-  }
-
-  #check(name) {
-    const field = byId(name);
-    const { holds, rule, isNeeded } = NUMBERS[name];
-    const isEmpty = field.value === "" && !field.validity.badInput; // invalid numbers are also empty
-    const isRight = isEmpty ? !isNeeded : !field.validity.badInput && holds(Number(field.value));
-    byId(`${name}-error`).textContent = isRight ? "" : `Must be ${rule}.`;
-    field.setAttribute("aria-invalid", String(!isRight));
-    return isRight;
+  /** Shows all errors and returns the names of invalid fields. */
+  #invalid() {
+    const errors = [
+      ...Object.entries(NUMBERS).map(([name, field]) => [name, numberError(byId(name), field)]),
+      ...Object.entries(JSONS).map(([name, { errorOf }]) => [name, jsonError(byId(name).value.trim(), errorOf)]),
+    ];
+    for (const [name, error] of errors) {
+      byId(`${name}-error`).textContent = error;
+      byId(name).setAttribute("aria-invalid", String(Boolean(error)));
+    }
+    return errors.filter(([, error]) => error).map(([name]) => name);
   }
 
   #summarize() {
     const names = ["mode", "max_tokens", "temperature", "seed"];
-    const [mode, most, temperature, seed] = names.map((name) => byId(name).value);
+    const [mode, max, temperature, seed] = names.map((name) => byId(name).value);
     const shown = [
-      mode === "chat" ? "chat" : "plain text",
-      most && `${most} tokens`,
-      temperature === "0" ? "greedy" : temperature && `temperature ${temperature}`,
+      mode === "chat" ? "" : "text completion",
+      max && `up to ${max} tokens`,
+      temperature && `temperature ${temperature}`,
       seed && `seed ${seed}`,
-      byId("schema").value.trim() && "with schema",
+      byId("schema").value.trim() && "JSON schema",
       byId("tools").value.trim() && `tools: ${byId("tool_choice").value}`,
     ];
-    byId("parameters-note").textContent = shown.filter(Boolean).join(" · ");
+    byId("summary").textContent = shown.filter(Boolean).join(" · ");
+    byId("prompt").placeholder = mode === "chat" ? "Write a message" : "Write text that the models continue";
+  }
+
+  #jsonField(name, { label, help, example }) {
+    const format = () => {
+      const isValid = !jsonError(byId(name).value.trim(), () => "");
+      if (isValid && byId(name).value.trim()) this.fill(name, JSON.parse(byId(name).value));
+    };
+    const actions = [
+      button("Example", () => this.fill(name, example), { class: "quiet", "aria-label": `Example for ${label}` }),
+      button("Format", format, { class: "quiet", "aria-label": `Format ${label}` }),
+      button("Clear", () => this.fill(name, ""), { class: "quiet", "aria-label": `Clear ${label}` }),
+    ];
+    const area = make("textarea", { id: name, rows: 6, spellcheck: "false", class: "mono", placeholder: "none" });
+    return field(name, label, help, area, make("div", { class: "tools shown" }, ...actions));
   }
 }
 
-/** Returns the parsed JSON, null if empty, or undefined if invalid or null. */
-function jsonOf(name) {
-  const text = byId(name).value.trim();
-  if (!text) return null;
+function numberField(name, { label, value, help }) {
+  const placeholder = name === "seed" ? "random" : "model default";
+  return field(name, label, help, make("input", { id: name, type: "number", step: "any", value, placeholder }));
+}
+
+function field(name, label, help, control, ...others) {
+  control.setAttribute("aria-describedby", `${name}-help ${name}-error`);
+  const note = make("p", { class: "note", id: `${name}-help` }, help);
+  const error = make("p", { class: "error", id: `${name}-error` });
+  return make("div", { class: "field" }, make("label", { for: name }, label), control, ...others, error, note);
+}
+
+function numberError(input, { holds, rule, isNeeded }) {
+  const isEmpty = input.value === "" && !input.validity.badInput; // invalid numbers are also empty
+  const isRight = isEmpty ? !isNeeded : !input.validity.badInput && holds(Number(input.value));
+  return isRight ? "" : `Must be ${rule}.`;
+}
+
+function jsonError(text, errorOf) {
+  if (!text) return "";
   try {
-    return JSON.parse(text) ?? undefined;
-  } catch {
-    return undefined;
+    return errorOf(JSON.parse(text));
+  } catch (error) {
+    return `Not valid JSON: ${error.message}`;
   }
-}
-
-function isObject(value) {
-  return typeof value === "object" && !Array.isArray(value);
-}
-
-function whole(number) {
-  return Number.isInteger(number) && Math.abs(number) <= MAX_SAFE_INTEGER;
 }

@@ -1,6 +1,6 @@
 // Light, dark or system theme. Runs before the first paint to avoid a flash.
 
-import { recall, remember } from "./store.js";
+import { browser } from "./storage.js";
 
 const THEMES = ["auto", "light", "dark"];
 
@@ -15,10 +15,10 @@ export function startTheme() {
   show(document.documentElement.dataset.theme);
   document.getElementById("theme").addEventListener("click", () => {
     const next = THEMES[(THEMES.indexOf(document.documentElement.dataset.theme) + 1) % THEMES.length];
-    remember("theme", next);
+    browser.remember("theme", next);
     show(next);
   });
 }
 
-const remembered = recall("theme", "auto");
-show(THEMES.includes(remembered) ? remembered : "auto");
+const stored = browser.recall("theme", "auto");
+show(THEMES.includes(stored) ? stored : "auto");

@@ -18,7 +18,7 @@ ARGUMENTS = (
     *("--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
 )
 TIMEOUT_MS = 60_000  # generous, for two busy cores
-DEVICE, HOST, DISK = "on the device", "in host memory", "on disk"
+DEVICE, HOST, DISK, FAILED, UNLISTED = "device", "host", "disk", "failed", "unknown"  # tiers
 FAILED_LOAD = re.compile(r"Failed to load resource: the server responded with a status of (\d+)")
 
 
@@ -91,39 +91,65 @@ class Playground:
         return self.at("#health")
 
     def chip(self, model: str) -> Locator:
-        return self.page.locator("#models .chip").and_(self.page.locator(f"[data-model={quoted(model)}]"))
+        """A selected model."""
+        return self.at(f"#models .chip[data-model={quoted(model)}]")
 
-    def column(self, model: str) -> Locator:
-        return self.at(f".column[data-model={quoted(model)}]")
+    def option(self, model: str) -> Locator:
+        """An entry of the open model list."""
+        return self.at(f"#options [data-model={quoted(model)}]")
+
+    def answer(self, model: str) -> Locator:
+        """The model's latest completion."""
+        return self.at(f".turn:last-child .answer[data-model={quoted(model)}]")
 
     def completion_text(self, model: str) -> str:
-        return self.column(model).locator(".answer").text_content() or ""
+        return self.answer(model).locator(".body").text_content() or ""
 
-    def number(self, model: str, name: str) -> float:
-        text = self.column(model).locator(f"[data-number={name}]").text_content() or ""
-        return float(re.match(r"[\d.]+", text)[0])  # type: ignore[index]
+    def fact(self, model: str, name: str) -> str:
+        return self.answer(model).locator(f"[data-fact={name}]").text_content() or ""
 
-    def lane(self, place: str) -> Locator:
-        return self.at(f".lane[data-place='{place}']")
+    def tier(self, state: str) -> Locator:
+        return self.at(f".tier[data-state={state}]")
 
-    def resident(self, place: str, adapter: str) -> Locator:
-        return self.lane(place).locator(f".resident[data-adapter={quoted(adapter)}]")
+    def resident(self, state: str, adapter: str) -> Locator:
+        return self.tier(state).locator(f".resident[data-adapter={quoted(adapter)}]")
 
     # --- Actions ------------------------------------------------------------------------------------------------------
 
+    def selected(self) -> list[str]:
+        names: list[str] = self.at("#models .chip").evaluate_all("chips => chips.map((chip) => chip.dataset.model)")
+        return names
+
+    def open_picker(self) -> None:
+        self.at("#models-open").click()
+        expect(self.at("#search")).to_be_focused()
+
     def choose(self, *models: str) -> None:
-        """Select exactly these models."""
-        names = "chips => chips.map((chip) => chip.dataset.model)"
-        chosen = set(self.at("#models .chip[aria-pressed=true]").evaluate_all(names))
-        for model in sorted(chosen.symmetric_difference(models)):
-            self.chip(model).click()
+        """Select exactly these models, in this order."""
+        selected = self.selected()
+        if selected == list(models):
+            return
+        for model in selected:
+            self.chip(model).get_by_role("button").click()
+        self.open_picker()
+        for model in models:
+            self.option(model).click()
+        self.page.keyboard.press("Escape")
+
+    def open_panel(self, name: str) -> None:
+        if self.at(f"#{name}").get_attribute("data-open") == "false":
+            self.at(f"#{name}-open").click()
 
     def set(self, **parameters: str) -> None:
-        if self.at("#parameters").get_attribute("open") is None:
-            self.at("#parameters summary").click()
+        """Set parameters and leave the settings open."""
+        self.open_panel("settings")
         for name, value in parameters.items():
             field = self.at(f"#{name}")
             field.select_option(value) if name in ("mode", "tool_choice") else field.fill(value)
+
+    def show_tokens(self) -> None:
+        self.open_panel("settings")
+        self.at("#probabilities").check()
 
     def send(self, prompt: str, *models: str) -> None:
         self.choose(*models)
@@ -136,8 +162,9 @@ class Playground:
         self.wait()
 
     def load(self, adapter: str) -> None:
-        self.at("#name").fill(adapter)
-        self.at("#name").press("Enter")
+        self.open_picker()
+        self.at("#search").fill(adapter)
+        self.at("#options [data-load]").click()
 
     def refresh(self) -> None:
         """Make the page visible again, so that it queries the server immediately."""

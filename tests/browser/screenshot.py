@@ -4,11 +4,12 @@ import sys
 
 from playwright.sync_api import expect, sync_playwright
 
+from lorax_server.cli.demo import NAME
 from tests.browser.install import MISSING, find_chromium
-from tests.browser.playground import Playground, launch, open_playground
+from tests.browser.playground import DEVICE, Playground, launch, open_playground
 from tests.demo.server import SCREENSHOT, serving_demo
 
-VIEW = {"width": 1440, "height": 1000}
+VIEW = {"width": 1440, "height": 900}
 
 
 def main() -> None:
@@ -28,14 +29,15 @@ def main() -> None:
 
 
 def _take(playground: Playground) -> None:
-    """Take a screenshot of the first example with a token popup in the second column."""
+    """Take a screenshot of the first example's completions."""
     playground.open()
+    playground.at("#examples button").first.click()
     playground.at("#send").click()
     playground.wait()
-    expect(playground.at("#residency-note")).to_contain_text("0 requests running")
-    tokens = playground.at(".column").nth(1).locator(".token")
-    tokens.nth(min(3, tokens.count() - 1)).hover()
-    playground.page.screenshot(path=SCREENSHOT, full_page=True)
+    for model in playground.selected():
+        if model != NAME:
+            expect(playground.chip(model)).to_have_attribute("data-state", DEVICE)
+    playground.page.screenshot(path=SCREENSHOT)
 
 
 if __name__ == "__main__":

@@ -9,23 +9,23 @@ import pytest
 from playwright.sync_api import Route, expect
 
 from tests.browser.conftest import HOSTILE
-from tests.browser.playground import DEVICE, DISK, Playground
+from tests.browser.playground import DEVICE, DISK, FAILED, UNLISTED, Playground
 from tests.e2e.http_server import Server
 
 MODELS = ("tiny", "first", "second", "third")
 UNKNOWN = "nobody"
-NO_NUMBER = "\N{EN DASH}"
+NO_RATE = "not measured"
 
-# Records the number of tokens per column at each page change.
+# Records the number of tokens per completion at each page change.
 WATCH_GROWTH = """() => {
     window.growth = {};
     new MutationObserver(() => {
-        for (const column of document.querySelectorAll(".column")) {
-            const seen = (window.growth[column.dataset.model] ??= []);
-            const count = column.querySelectorAll(".token").length;
+        for (const answer of document.querySelectorAll(".answer")) {
+            const seen = (window.growth[answer.dataset.model] ??= []);
+            const count = answer.querySelectorAll(".token").length;
             if (count && seen.at(-1) !== count) seen.push(count);
         }
-    }).observe(document.getElementById("columns"), {childList: true, subtree: true});
+    }).observe(document.getElementById("turns"), {childList: true, subtree: true});
 }"""
 
 # Delivers one event per frame, because busy machines draw few frames.
@@ -88,6 +88,7 @@ def chat(server: Server, model: str, prompt: str, **more: Any) -> Any:
 
 def test_base_model_and_three_adapters_complete_prompt(playground: Playground, server: Server) -> None:
     playground.set(max_tokens="80")
+    playground.show_tokens()  # Markdown would change the text
     playground.page.evaluate(WATCH_GROWTH)
     playground.page.evaluate(PACE)
     playground.send_prompt("Hello there", *MODELS)
@@ -96,7 +97,7 @@ def test_base_model_and_three_adapters_complete_prompt(playground: Playground, s
     for model, answer in answers.items():
         choice = chat(server, model, "Hello there", max_tokens=80)
         assert answer == choice["message"]["content"]
-        expect(playground.column(model).locator(".state")).to_have_text(choice["finish_reason"])
+        assert playground.fact(model, "reason") == choice["finish_reason"]
     growth = playground.page.evaluate("window.growth")
     assert all(len(growth[model]) > 1 for model in MODELS)  # tokens appeared incrementally
     assert all(seen == sorted(seen) for seen in growth.values())
@@ -110,20 +111,25 @@ def test_completion_statistics_are_shown(playground: Playground, server: Server)
     playground.set(max_tokens="80")
     playground.page.evaluate(CLOCK, 100)  # otherwise all tokens may arrive together
     playground.send_prompt("How fast?", "tiny", "first")
-    for model in ("tiny", "first"):
+    playground.open_panel("activity")
+    for place, model in enumerate(("tiny", "first")):
         expected = chat(server, model, "How fast?", max_tokens=80, logprobs=True)
-        assert playground.number(model, "count") == len(expected["logprobs"]["content"])
-        assert playground.number(model, "rate") > 0
-        assert playground.number(model, "first") >= 0
+        count = str(len(expected["logprobs"]["content"]))
+        assert playground.fact(model, "count") == count
+        assert playground.fact(model, "rate").endswith(" tokens/s")
+        assert playground.fact(model, "first").endswith(("ms", "s"))
+        row = playground.at("#speeds tr").nth(place)
+        expect(row.locator("th")).to_have_text(model)
+        expect(row.locator("td").last).to_have_text(count)
 
 
-@pytest.mark.parametrize(("step_ms", "rate"), [(5, NO_NUMBER), (100, "10.0")])
+@pytest.mark.parametrize(("step_ms", "rate"), [(5, NO_RATE), (100, "10.0 tokens/s")])
 def test_rate_is_hidden_if_tokens_arrive_together(playground: Playground, step_ms: int, rate: str) -> None:
     answer(playground, *({"choices": [{"delta": {"content": text}}]} for text in "abc"))
     playground.page.evaluate(CLOCK, step_ms)
     playground.send_prompt("How fast?", "tiny")
-    expect(playground.column("tiny").locator("[data-number=count]")).to_have_text("3")
-    expect(playground.column("tiny").locator("[data-number=rate]")).to_have_text(rate)
+    assert playground.fact("tiny", "count") == "3"
+    assert playground.fact("tiny", "rate") == rate
 
 
 def answer(playground: Playground, *events: dict[str, Any]) -> None:
@@ -132,12 +138,12 @@ def answer(playground: Playground, *events: dict[str, Any]) -> None:
     playground.page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body))
 
 
-def test_all_finish_reasons_are_shown(playground: Playground) -> None:
-    playground.set(max_tokens="4")
-    playground.send_prompt("The end?", "tiny", "first", "second")
-    states = playground.at(".column .state").all_text_contents()
-    statuses = [f"{model}: {state}" for model, state in zip(("tiny", "first", "second"), states, strict=True)]
-    expect(playground.at("#status")).to_have_text("; ".join(statuses))
+def test_completions_are_announced_to_screen_readers(playground: Playground) -> None:
+    answer(playground, {"choices": [{"delta": {"content": "Fine."}, "finish_reason": "stop"}]})
+    playground.send_prompt("How are you?", "tiny", "first")
+    expect(playground.at("#status")).to_have_text("tiny: done; first: done")
+    playground.send_prompt("And now?", "tiny")
+    expect(playground.at("#status")).to_have_text("tiny: Fine.")
 
 
 @pytest.mark.parametrize(
@@ -159,9 +165,10 @@ def test_stream_in_small_chunks_is_shown_completely(playground: Playground, last
 
 def test_token_probabilities_are_shown(playground: Playground, server: Server) -> None:
     playground.set(max_tokens="12")
+    playground.show_tokens()
     playground.send_prompt("Why?", "first")
     expected = chat(server, "first", "Why?", max_tokens=12, logprobs=True, top_logprobs=5)["logprobs"]["content"]
-    tokens, tooltip = playground.column("first").locator(".token"), playground.at("#tooltip")
+    tokens, tooltip = playground.answer("first").locator(".token"), playground.at("#tooltip")
     expect(tooltip).to_be_hidden()
     expect(tokens).to_have_count(len(expected))
     for place, token in enumerate(expected[:3]):
@@ -187,11 +194,12 @@ def probability(token: dict[str, Any]) -> float:
 
 def test_plain_text_mode_sends_completion_request(playground: Playground, server: Server) -> None:
     playground.set(mode="text", max_tokens="30")
+    playground.show_tokens()
     playground.send_prompt("Once upon", "second")
     body = {"model": "second", "prompt": "Once upon", "max_tokens": 30, "temperature": 0, "logprobs": 5}
     choice = server.post("/v1/completions", body).json["choices"][0]
     assert playground.completion_text("second") == choice["text"]
-    tokens = playground.column("second").locator(".token")
+    tokens = playground.answer("second").locator(".token")
     expect(tokens).to_have_count(len(choice["logprobs"]["tokens"]))
     tokens.first.hover()
     likeliest = math.exp(max(choice["logprobs"]["top_logprobs"][0].values()))
@@ -199,36 +207,45 @@ def test_plain_text_mode_sends_completion_request(playground: Playground, server
 
 
 @pytest.mark.slow
-def test_token_colors_can_be_disabled(playground: Playground) -> None:
+def test_token_probabilities_are_optional(playground: Playground) -> None:
     playground.set(max_tokens="60")
+    with playground.page.expect_request("**/v1/chat/completions") as sent:
+        playground.send_prompt("Surprise me", "tiny")
+    assert "logprobs" not in (sent.value.post_data_json or {})
+    expect(playground.answer("tiny").locator(".token")).to_have_count(0)
+    playground.show_tokens()
     playground.send_prompt("Surprise me", "tiny")
-    colours = "[...document.querySelectorAll('.token')].map((token) => getComputedStyle(token).backgroundColor)"
-    assert len(set(playground.page.evaluate(colours))) > 1
-    playground.at("#tint").uncheck()
-    assert len(set(playground.page.evaluate(colours))) == 1
-    playground.page.reload()
-    expect(playground.at("#tint")).not_to_be_checked()
+    colors = "[...document.querySelectorAll('.token')].map((token) => getComputedStyle(token).backgroundColor)"
+    assert len(set(playground.page.evaluate(colors))) > 1
+    playground.at("#probabilities").uncheck()
+    expect(playground.at(".token")).to_have_count(0)
+    playground.at("#probabilities").check()
+    playground.reload()
+    expect(playground.at("#probabilities")).to_be_checked()
 
 
 def test_adapters_move_between_tiers(playground: Playground) -> None:
     playground.set(max_tokens="8")
+    playground.open_panel("activity")
     expect(playground.resident(DISK, "moved")).to_be_visible()
     playground.send_prompt("Where are you?", "moved")
     expect(playground.resident(DEVICE, "moved")).to_contain_text("1 use")
     expect(playground.resident(DISK, "moved")).to_have_count(0)
-    expect(playground.column("moved").locator("header")).to_contain_text("was on disk")
+    expect(playground.chip("moved")).to_have_attribute("data-state", DEVICE)
+    assert playground.fact("moved", "tier") == "on disk"
     playground.send_prompt("And now?", "moved")
     expect(playground.resident(DEVICE, "moved")).to_contain_text("2 uses")
-    expect(playground.column("moved").locator("header")).to_contain_text("was on the device")
+    assert playground.fact("moved", "tier") == "on the device"
 
 
 def test_adapter_is_loaded_by_name(playground: Playground) -> None:
-    playground.at("#name").fill("team/deep")
-    playground.at("#load button").click()
-    expect(playground.chip("team/deep")).to_have_attribute("aria-pressed", "true")
-    expect(playground.at("#name")).to_have_value("")
-    expect(playground.at("#name")).to_be_focused()
-    expect(playground.resident(DEVICE, "team/deep")).to_be_visible()
+    playground.open_picker()
+    playground.at("#search").fill("team/deep")
+    playground.at("#search").press("Enter")
+    expect(playground.chip("team/deep")).to_have_attribute("data-state", DEVICE)
+    expect(playground.at("#search")).to_have_value("")
+    expect(playground.at("#search")).to_be_focused()
+    playground.page.keyboard.press("Escape")
     playground.set(max_tokens="8")
     playground.send_prompt("Who are you?", "team/deep")
     assert playground.completion_text("team/deep")
@@ -239,53 +256,33 @@ def test_loaded_adapter_missing_from_list_is_shown_separately(playground: Playgr
     nothing: dict[str, Any] = {"data": []}
     playground.page.route("**/v1/adapters?also=team%2Fdeep", lambda route: route.fulfill(json=nothing))
     playground.load("team/deep")
-    expect(playground.resident("not shown", "team/deep")).to_be_visible()
-
-
-@pytest.mark.slow
-def test_base_model_is_not_listed_as_adapter(playground: Playground) -> None:
-    playground.choose("first")
-    playground.load("tiny")
-    expect(playground.chip("tiny")).to_have_attribute("aria-pressed", "true")
-    expect(playground.chip("tiny")).to_have_count(1)
-
-
-@pytest.mark.slow
-def test_load_keeps_keyboard_focus(playground: Playground) -> None:
-    def type_meanwhile(route: Route) -> None:
-        playground.at("#prompt").fill("Meanwhile")
-        route.continue_()
-
-    playground.page.route("**/v1/completions", type_meanwhile)
-    playground.load("team/deep")
-    expect(playground.chip("team/deep")).to_be_visible()
-    expect(playground.at("#load button")).to_have_text("Load")
-    expect(playground.at("#prompt")).to_be_focused()
+    expect(playground.chip("team/deep")).to_have_attribute("data-state", UNLISTED)
+    playground.page.keyboard.press("Escape")
+    playground.open_panel("activity")
+    expect(playground.resident(UNLISTED, "team/deep")).to_be_visible()
 
 
 @pytest.mark.slow
 def test_load_can_be_cancelled(playground: Playground) -> None:
-    playground.page.route("**/v1/completions", lambda _: playground.at("#stop").click())
+    playground.page.route("**/v1/completions", lambda _: playground.at("#load-cancel").click())
     playground.load("team/deep")
-    expect(playground.at("#load-error")).to_have_text("Stopped.")
-    expect(playground.at("#load button")).to_have_text("Load")
-    expect(playground.at("#stop")).to_be_disabled()
-    expect(playground.at("#name")).to_have_value("team/deep")
+    expect(playground.at("#picker-error")).to_have_text("Loading was cancelled.")
+    expect(playground.at("#loading")).to_be_hidden()
+    expect(playground.at("#search")).to_have_value("team/deep")
     expect(playground.chip("team/deep")).to_have_count(0)
 
 
-def test_unknown_adapter_error_is_shown_at_field(playground: Playground, server: Server) -> None:
+def test_unknown_adapter_error_is_shown_in_list(playground: Playground, server: Server) -> None:
     reason = server.post("/v1/completions", {"model": UNKNOWN, "prompt": "?"}).json["error"]["message"]
     playground.load(UNKNOWN)
-    expect(playground.at("#load-error")).to_have_text(reason)
-    expect(playground.at("#name")).to_have_attribute("aria-invalid", "true")
+    expect(playground.at("#picker-error")).to_have_text(reason)
     expect(playground.chip(UNKNOWN)).to_have_count(0)
     assert playground.refusals == [404]
-    playground.at("#name").fill("")
-    expect(playground.at("#load-error")).to_be_hidden()
+    playground.at("#search").fill("")
+    expect(playground.at("#picker-error")).to_be_hidden()
 
 
-def test_missing_adapter_fails_only_its_column(playground: Playground) -> None:
+def test_missing_adapter_fails_only_its_completion(playground: Playground) -> None:
     def refuse(route: Route) -> None:
         if (route.request.post_data_json or {})["model"] == "second":
             error = {"message": f"no such adapter {HOSTILE}", "type": "not_found_error"}
@@ -296,10 +293,29 @@ def test_missing_adapter_fails_only_its_column(playground: Playground) -> None:
     playground.page.route("**/v1/chat/completions", refuse)
     playground.set(max_tokens="8")
     playground.send_prompt("Still there?", "first", "second")
-    expect(playground.column("second").locator(".error")).to_have_text(f"no such adapter {HOSTILE}")
-    expect(playground.column("second")).to_have_attribute("data-state", "failed")
+    error = playground.answer("second").locator(".error")
+    expect(error).to_contain_text(f"no such adapter {HOSTILE}")
+    expect(error).to_contain_text("Choose another model.")
+    expect(playground.answer("second")).to_have_attribute("data-state", "failed")
     assert playground.completion_text("first")
     assert playground.page.evaluate("window.hacked") is None
+
+
+def test_failed_adapter_is_marked_before_use(playground: Playground, server: Server) -> None:
+    adapters = server.send("GET", "/v1/adapters").json
+    for adapter in adapters["data"]:
+        if adapter["id"] == "second":
+            adapter |= {"state": "failed", "error": "its weights are truncated"}
+    playground.page.route("**/v1/adapters*", lambda route: route.fulfill(json=adapters))
+    playground.refresh()
+    playground.open_picker()
+    expect(playground.option("second")).to_have_attribute("data-state", FAILED)
+    expect(playground.option("second")).to_contain_text("its weights are truncated")
+    playground.option("second").click()
+    expect(playground.chip("second")).to_contain_text("failed")
+    playground.page.keyboard.press("Escape")
+    playground.open_panel("activity")
+    expect(playground.resident(FAILED, "second")).to_contain_text("its weights are truncated")
 
 
 def test_error_during_stream_is_shown(playground: Playground) -> None:
@@ -309,23 +325,24 @@ def test_error_during_stream_is_shown(playground: Playground) -> None:
     playground.page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body))
     playground.send_prompt("Go on", "tiny")
     assert playground.completion_text("tiny") == "So far"
-    expect(playground.column("tiny").locator(".error")).to_have_text("the engine failed")
+    expect(playground.answer("tiny").locator(".error")).to_contain_text("the engine failed")
 
 
 def test_stop_cancels_running_requests(playground: Playground, server: Server) -> None:
     before = re.search(r'lorax_request_failure{err="dropped"} (\d+)', server.send("GET", "/metrics").body.decode())
     playground.set(max_tokens="30000")
+    playground.open_panel("activity")
     playground.send("Never stop", "tiny", "first")
     for model in ("tiny", "first"):
-        expect(playground.column(model).locator(".token").first).to_be_attached()
+        expect(playground.answer(model)).to_have_attribute("data-state", "running")
     playground.page.keyboard.press("Escape")
     for model in ("tiny", "first"):
-        expect(playground.column(model).locator(".state")).to_have_text("stopped")
-        assert 0 < playground.number(model, "count") < 30_000
-    expect(playground.at("#stop")).to_be_disabled()
+        expect(playground.answer(model).locator(".badge")).to_have_text("stopped by you")
+        assert 0 < int(playground.fact(model, "count")) < 30_000
+    expect(playground.at("#stop")).to_be_hidden()
     playground.page.wait_for_function(DROPPED, arg=2 + int(before[1] if before else 0))
     playground.page.wait_for_function(IDLE)
-    expect(playground.at("#residency-note")).to_contain_text("0 requests running")
+    expect(playground.at("#activity-note")).to_contain_text("0 requests running")
 
 
 def test_structured_completion_is_shown_as_tree(playground: Playground) -> None:
@@ -342,13 +359,13 @@ def test_structured_completion_is_shown_as_tree(playground: Playground) -> None:
         "type": "json_schema",
         "json_schema": {"name": "answer", "schema": schema, "strict": True},
     }
-    answer, tree = playground.completion_text("first"), playground.column("first").locator(".tree")
+    answer, tree = playground.completion_text("first"), playground.answer("first").locator(".tree")
     assert json.loads(answer) == {"name": "<b>x</b>", "tags": [1, 1]}
     expect(tree.locator("summary").first).to_have_text("2 fields")
     expect(tree.locator(".leaf").first).to_have_text('name: "<b>x</b>"')
     playground.set(schema="")
     playground.send_prompt("Hello", "first")
-    expect(playground.column("first").locator(".tree")).to_be_hidden()
+    expect(playground.answer("first").locator(".tree")).to_be_hidden()
 
 
 def test_hostile_completion_is_escaped(playground: Playground) -> None:
@@ -358,11 +375,13 @@ def test_hostile_completion_is_escaped(playground: Playground) -> None:
     ]
     answer(playground, *events, {"choices": [{"delta": {}, "finish_reason": "stop"}]})
     playground.send_prompt("Attack", "tiny")
+    assert playground.completion_text("tiny") == "".join(pieces).replace("\n", "")  # a line break element
+    playground.show_tokens()
+    playground.answer("tiny").locator(".token").nth(1).hover()
     assert playground.completion_text("tiny") == "".join(pieces)
-    playground.column("tiny").locator(".token").nth(1).hover()
     expect(playground.at("#tooltip tr th")).to_have_text(HOSTILE.replace(" ", "␣"))
     assert playground.page.evaluate("window.hacked") is None
-    expect(playground.at("#columns img, #tooltip img, #columns script")).to_have_count(0)
+    expect(playground.at("#turns img, #tooltip img, #turns script")).to_have_count(0)
 
 
 def hostile_token(text: str) -> dict[str, Any]:
@@ -370,10 +389,10 @@ def hostile_token(text: str) -> dict[str, Any]:
 
 
 def test_hostile_name_is_escaped(playground: Playground) -> None:
-    expect(playground.at("#lanes .resident").filter(has_text=HOSTILE)).to_have_count(1)  # in any tier
+    playground.open_panel("activity")
+    expect(playground.at("#tiers .resident").filter(has_text=HOSTILE)).to_have_count(1)  # in any tier
     playground.set(max_tokens="4")
     playground.send_prompt("Who?", HOSTILE)
-    expect(playground.column(HOSTILE).locator("h3")).to_have_text(HOSTILE)
-    expect(playground.resident(DEVICE, HOSTILE)).to_be_visible()
-    assert playground.completion_text(HOSTILE)
+    expect(playground.answer(HOSTILE).locator("h3")).to_have_text(HOSTILE)
+    expect(playground.chip(HOSTILE)).to_have_attribute("data-state", DEVICE)
     assert playground.page.evaluate("window.hacked") is None

@@ -9,6 +9,7 @@ import jsonschema
 import pytest
 from playwright.sync_api import Browser, expect
 
+from lorax_server.cli.demo import NAME
 from tests.browser.playground import DEVICE, DISK, Playground, open_playground
 from tests.demo.server import SCREENSHOT, read_examples, serving_demo
 
@@ -20,7 +21,7 @@ def url(browser: Browser) -> Iterator[str]:
     """Start the demo with all adapters on disk and none loaded."""
     with serving_demo() as demo:
         with open_playground(browser, demo.url) as playground:
-            playground.open()
+            playground.open().open_panel("activity")
             for name in ADAPTERS:
                 expect(playground.resident(DISK, name)).to_be_visible()
         yield demo.url
@@ -37,41 +38,46 @@ def test_three_adapters_give_different_completions(playground: Playground) -> No
     chosen = ("json", "sql", "pirate")
     playground.send_prompt(read_examples()[0]["prompt"], *chosen)
     for name in chosen:
-        expect(playground.column(name)).to_have_attribute("data-state", "done")
-        expect(playground.resident(DEVICE, name)).to_be_visible()
+        expect(playground.answer(name)).to_have_attribute("data-state", "done")
+        expect(playground.chip(name)).to_have_attribute("data-state", DEVICE)
     assert len({playground.completion_text(name).strip() for name in chosen}) == 3
     assert all(playground.completion_text(name).strip() for name in chosen)
 
 
 @pytest.mark.slow
-def test_first_example_is_filled_in(playground: Playground) -> None:
-    expect(playground.at("#prompt")).to_have_value(read_examples()[0]["prompt"])
-    playground.at("#send").click()
-    playground.wait()
-    expect(playground.at(".column[data-state=done]")).to_have_count(len(read_examples()[0]["models"]))
-
-
-@pytest.mark.slow
 def test_every_example_completes(playground: Playground) -> None:
     for place, example in enumerate(read_examples()):
+        playground.at("#new-chat").click()
         playground.at("#examples button").nth(place).click()
         expect(playground.at("#prompt")).to_have_value(example["prompt"])
         playground.at("#send").click()
         playground.wait()
-        expect(playground.at(".column[data-state=done]")).to_have_count(len(example["models"]))
+        expect(playground.at(".answer[data-state=done]")).to_have_count(len(example["models"]))
+
+
+@pytest.mark.slow
+def test_conversation_exceeding_context_length_says_what_to_do(playground: Playground) -> None:
+    playground.set(max_tokens="500")
+    for _ in range(2):
+        playground.send_prompt(read_examples()[0]["prompt"], NAME)
+    error = playground.answer(NAME).locator(".error")
+    expect(error).to_contain_text("Start a new chat, shorten the message, or lower Max tokens in the settings.")
 
 
 @pytest.mark.slow
 def test_structured_completion_matches_schema_at_temperature_1(playground: Playground) -> None:
     example = choose_example(playground, "schema")
     expect(playground.at("#temperature")).to_have_value("1")
-    for _ in range(3):
-        playground.at("#send").click()
+    playground.at("#send").click()
+    for attempt in range(3):
+        if attempt:
+            playground.answer("json").get_by_role("button", name="Regenerate").click()
         playground.wait()
         answer = json.loads(playground.completion_text("json"))
         jsonschema.validate(answer, example["schema"])
-        leaves = playground.column("json").locator(".tree .leaf")
+        leaves = playground.answer("json").locator(".tree .leaf")
         expect(leaves).to_have_text([f"{name}: {json.dumps(value)}" for name, value in answer.items()])
+    playground.at("#new-chat").click()
     playground.at("#examples button").first.click()
     expect(playground.at("#temperature")).to_have_value("0")
 
@@ -82,7 +88,7 @@ def test_tool_call_is_shown(playground: Playground) -> None:
     expect(playground.at("#tool_choice")).to_have_value("required")
     playground.at("#send").click()
     playground.wait()
-    call = playground.column("json").locator(".calls .call")
+    call = playground.answer("json").locator(".calls .call")
     expect(call.locator("> .name")).to_have_text(example["tools"][0]["name"])
     sale = {"person": "Klonny Bardwell", "town": "Spigford", "item": "kites", "colour": "pink", "count": 12}
     sale |= {"day": "Tuesday", "price": 45}
@@ -98,12 +104,11 @@ def choose_example(playground: Playground, field: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_unknown_adapter_shows_error(playground: Playground) -> None:
-    playground.at("#name").fill("nobody")
-    playground.at("#name").press("Enter")
-    expect(playground.at("#load-error")).to_contain_text("nobody")
+    playground.load("nobody")
+    expect(playground.at("#picker-error")).to_contain_text("nobody")
 
 
 def test_screenshot_size_is_limited() -> None:
     content = SCREENSHOT.read_bytes()
     assert struct.unpack(">I", content[16:20]) == (1440,)
-    assert len(content) <= 400_000
+    assert len(content) <= 200_000

@@ -37,20 +37,20 @@ def test_streamed_tool_calls_are_assembled(playground: Playground) -> None:
     deltas = [piece(0, name="look", arguments=""), piece(0, arguments='{"at": '), piece(0, arguments='["<b>", 1]}')]
     requests = mock_chat(playground, *deltas, piece(1, name=HOSTILE, arguments='{"cut": "of'))
     playground.set(tools=json.dumps([TOOL]), tool_choice="required")
-    expect(playground.at("#parameters-note")).to_contain_text("tools: required")
+    expect(playground.at("#summary")).to_contain_text("tools: required")
     playground.send_prompt("Look", "first")
     assert requests[0]["tools"] == [{"type": "function", "function": TOOL}]
     assert requests[0]["tool_choice"] == "required"
-    calls = playground.column("first").get_by_role("list", name="Tool calls of first").locator(".call")
+    calls = playground.answer("first").get_by_role("list", name="Tool calls of first").locator(".call")
     expect(calls.locator("> .name")).to_have_text(["look", HOSTILE])
     expect(calls.first.locator(".leaf")).to_have_text(['0: "<b>"', "1: 1"])
     expect(calls.nth(1).locator(".tree")).to_have_text('{"cut": "of')
-    expect(playground.column("first").locator(".state")).to_have_text("tool_calls")
+    assert playground.fact("first", "reason") == "tool_calls"
     assert playground.page.evaluate("window.hacked") is None
     playground.set(tools="")
     mock_chat(playground, {"content": "No."})
     playground.send_prompt("And now?", "first")
-    expect(playground.column("first").locator(".calls")).to_be_hidden()
+    expect(playground.answer("first").locator(".calls")).to_be_hidden()
 
 
 def test_completion_without_calls_is_text(playground: Playground) -> None:
@@ -63,29 +63,29 @@ def test_completion_without_calls_is_text(playground: Playground) -> None:
     mock_chat(playground, choices=choices)
     playground.send_prompt("Look", "first")
     assert playground.completion_text("first") == "No."
-    expect(playground.column("first").locator(".token")).to_have_text(["No", ".", ""])
-    expect(playground.column("first").locator(".calls")).to_be_hidden()
+    expect(playground.answer("first").locator(".calls")).to_be_hidden()
 
 
 def test_example_tools_are_sent_unchanged(playground: Playground) -> None:
     requests = mock_chat(playground)
     playground.set(max_tokens="8")
-    playground.page.get_by_role("button", name="Fill in example tools").click()
+    playground.page.get_by_role("button", name="Example for Tools").click()
     expect(playground.at("#tools-error")).to_be_hidden()
     playground.send_prompt("Look", "first")
     (tool,) = requests[0]["tools"]
     assert (tool["type"], tool["function"]["name"], requests[0]["tool_choice"]) == ("function", "weather", "auto")
     playground.page.reload()
-    expect(playground.at("#parameters-note")).to_contain_text("tools: auto")
+    expect(playground.at("#summary")).to_contain_text("tools: auto")
 
 
 @pytest.mark.parametrize("typed", ["[", "{}", "[]", "[1]", "null", '[{"function": {}}]', '[{"parameters": {}}]'])
 def test_invalid_tools_show_error(playground: Playground, typed: str) -> None:
     playground.set(tools=typed)
     playground.send("Look", "first")
-    expect(playground.at("#tools-error")).to_have_text("Must be a JSON list of named functions.")
+    error = "Not valid JSON" if typed == "[" else "Must be a JSON list of named functions."
+    expect(playground.at("#tools-error")).to_contain_text(error)
     expect(playground.at("#tools")).to_be_focused()
-    expect(playground.at(".column")).to_have_count(0)
+    expect(playground.at(".turn")).to_have_count(0)
 
 
 def test_tools_require_chat_mode(playground: Playground) -> None:
@@ -95,5 +95,5 @@ def test_tools_require_chat_mode(playground: Playground) -> None:
     playground.set(mode="chat")
     expect(playground.at("#tools-error")).to_be_hidden()
     playground.send_prompt("Look", "first")  # the server returns the error
-    expect(playground.column("first").locator(".error")).to_contain_text("template")
+    expect(playground.answer("first").locator(".error")).to_contain_text("template")
     assert playground.refusals == [400]

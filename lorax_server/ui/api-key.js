@@ -1,13 +1,13 @@
 // The API key form. Keys are used after the server accepts them, and are stored in this tab only.
 
-import { UNAUTHORIZED, getJson, getKey, news, setKey } from "./api.js";
+import { UNAUTHORIZED, authorization, getJson, getKey, setKey } from "./api.js";
 import { byId } from "./dom.js";
 
 const POSSIBLE = /^[!-~]+$/; // characters allowed in a key
-const UNKNOWN = "The server rejected this key.";
+const UNKNOWN = "The server rejected this key. Check it, or ask the operator of the server for a key.";
 
 /** Calls `onAccepted` when the server accepts a key. Returns a function that closes the form after a response. */
-export function startKey(onAccepted) {
+export function startApiKey(onAccepted) {
   const [form, field, error, openButton, cancel] = ["key-form", "key", "key-error", "key-open", "key-cancel"].map(byId);
   let isDemanded = false; // the server requires a key; manually opened forms can be closed
 
@@ -27,7 +27,7 @@ export function startKey(onAccepted) {
     show(false);
   };
 
-  news.addEventListener("unauthorized", () => {
+  authorization.addEventListener("unauthorized", () => {
     if (isDemanded) return; // the form is already open and may show another error
     isDemanded = true;
     if (getKey()) showError(UNKNOWN);

@@ -1,48 +1,48 @@
-// Sends a prompt to one model and yields the completion as tokens, for both OpenAI routes.
+// Sends a conversation to one model and yields its completion, for both OpenAI routes.
 
 import { ApiError, getKey, postJson, stream, urlOf } from "./api.js";
 
-const ALTERNATIVES = 5;
+const NUM_ALTERNATIVES = 5;
 const NO_TEMPLATE = "no_chat_template";
-const withoutTemplate = new Set();
+const withoutTemplate = new Set(); // models that can only continue text
 
 /** Call after a reconnect: another server may have different models with the same names. */
 export const forgetTemplates = () => withoutTemplate.clear();
 
 /** Returns true for the chat route. Models without a chat template use it only for tools. */
-export const isChat = (model, { mode, tools }) => mode === "chat" && (tools || !withoutTemplate.has(model));
+export const usesChat = (model, { mode, tools }) => mode === "chat" && (tools || !withoutTemplate.has(model));
 
-export function requestOf(model, prompt, parameters) {
+/** Returns the path and body for `input`: chat messages, and the text to continue without a chat template. */
+export function requestOf(model, { messages, prompt }, parameters) {
   const common = { model, ...parameters.sampling, stream: true, stream_options: { include_usage: true } };
   if (parameters.schema) {
     const named = { name: "answer", schema: parameters.schema, strict: true };
     common.response_format = { type: "json_schema", json_schema: named };
   }
-  if (!isChat(model, parameters)) {
-    return { path: "v1/completions", body: { ...common, prompt, logprobs: ALTERNATIVES } };
+  const { probabilities, system, tools, choice } = parameters;
+  if (!usesChat(model, parameters)) {
+    const logprobs = probabilities ? { logprobs: NUM_ALTERNATIVES } : {};
+    return { path: "v1/completions", body: { ...common, prompt, ...logprobs } };
   }
-  const system = parameters.system ? [{ role: "system", content: parameters.system }] : [];
-  const messages = [...system, { role: "user", content: prompt }];
-  const tools = parameters.tools ? { tools: parameters.tools, tool_choice: parameters.choice } : {};
-  return {
-    path: "v1/chat/completions",
-    body: { ...common, messages, ...tools, logprobs: true, top_logprobs: ALTERNATIVES },
-  };
+  const body = { ...common, messages: [...(system ? [{ role: "system", content: system }] : []), ...messages] };
+  if (tools) Object.assign(body, { tools, tool_choice: choice });
+  if (probabilities) Object.assign(body, { logprobs: true, top_logprobs: NUM_ALTERNATIVES });
+  return { path: "v1/chat/completions", body };
 }
 
 /**
- * Yields `{tokens, text, calls, reason, usage, tier}`. All fields except `tokens` are optional. `tier` is the adapter's
- * tier at the start of the request.
+ * Yields `{text, reasoning, tokens, calls, reason, usage, tier}`. Without probabilities, each text is one token.
+ * `tier` is the adapter's tier at the start of the request.
  */
-export async function* ask(model, prompt, parameters, signal) {
-  const request = requestOf(model, prompt, parameters);
+export async function* complete(model, input, parameters, signal) {
+  const { path, body } = requestOf(model, input, parameters);
   try {
-    for await (const event of stream(request.path, request.body, signal)) yield read(event, parameters.tools);
+    for await (const event of stream(path, body, signal)) yield read(event, parameters.tools);
   } catch (error) {
-    const isPlain = error instanceof ApiError && error.code === NO_TEMPLATE && isChat(model, parameters);
-    if (!isPlain || parameters.tools) throw error;
+    const lacksTemplate = error instanceof ApiError && error.code === NO_TEMPLATE && usesChat(model, parameters);
+    if (!lacksTemplate || parameters.tools) throw error;
     withoutTemplate.add(model);
-    yield* ask(model, prompt, parameters, signal);
+    yield* complete(model, input, parameters, signal);
   }
 }
 
@@ -58,14 +58,14 @@ export function curlOf({ path, body }) {
 
 function read(event, tools) {
   const [choice] = event.choices;
-  const tier = event.adapter_tier;
-  if (!choice) return { tokens: [], usage: event.usage, tier };
-  const text = choice.delta ? choice.delta.content ?? "" : choice.text;
-  const tokens = tokensOf(choice.logprobs);
-  // With tools, the event text can differ from the token text. Show the tokens.
-  const parts = tools && tokens.length ? tokens.map((token) => ({ ...token, text: token.token })) : null;
-  const calls = choice.delta?.tool_calls ?? [];
-  return { tokens: parts ?? divide(tools ? "" : text, tokens), text, calls, reason: choice.finish_reason, tier };
+  const common = { usage: event.usage, tier: event.adapter_tier };
+  if (!choice) return { ...common, text: "", tokens: [], calls: [] };
+  const text = (choice.delta ? choice.delta.content : choice.text) ?? "";
+  const raw = tokensOf(choice.logprobs);
+  // With tools, the event text can differ from the token text.
+  const tokens = tools ? raw.map((token) => ({ ...token, text: token.token })) : divide(text, raw);
+  const { reasoning_content: reasoning = "", tool_calls: calls = [] } = choice.delta ?? {};
+  return { ...common, text, reasoning: reasoning ?? "", tokens, calls: calls ?? [], reason: choice.finish_reason };
 }
 
 function tokensOf(logprobs) {
@@ -85,7 +85,7 @@ function tokensOf(logprobs) {
  * Splits an event's text into one part per token. The parts join to the text, even if tokens are empty or end inside a
  * character: text before the next token that is found belongs to the previous token.
  */
-export function divide(text, tokens) {
+function divide(text, tokens) {
   if (!tokens.length) return text ? [{ token: text, text, logprob: null, top: [] }] : [];
   const parts = tokens.map((token) => ({ ...token, text: "" }));
   let rest = text;

@@ -1,9 +1,8 @@
-// Browser storage, with an in-memory fallback if storage is disabled.
+// Browser storage, with an in-memory fallback if storage is disabled or full.
 
 const PREFIX = "lorax-";
 
-/** A browser storage with an in-memory copy. Access throws if storage is forbidden or full. */
-class Shelf {
+class SafeStorage {
   constructor(kind) {
     this.kind = kind;
     this.copy = new Map();
@@ -24,6 +23,18 @@ class Shelf {
     this.#try((storage) => storage.removeItem(PREFIX + name));
   }
 
+  remember(name, value) {
+    this.set(name, JSON.stringify(value));
+  }
+
+  recall(name, otherwise) {
+    try {
+      return JSON.parse(this.get(name)) ?? otherwise;
+    } catch {
+      return otherwise; // not written by this page
+    }
+  }
+
   #try(act) {
     try {
       return act(window[this.kind]);
@@ -33,17 +44,8 @@ class Shelf {
   }
 }
 
-const shelf = new Shelf("localStorage");
+/** Kept until the user clears it. */
+export const browser = new SafeStorage("localStorage");
 
-/** Session storage, deleted when the tab closes. */
-export const tab = new Shelf("sessionStorage");
-
-export const remember = (name, value) => shelf.set(name, JSON.stringify(value));
-
-export function recall(name, otherwise) {
-  try {
-    return JSON.parse(shelf.get(name)) ?? otherwise;
-  } catch {
-    return otherwise; // not written by this page
-  }
-}
+/** Deleted when the tab closes. */
+export const tab = new SafeStorage("sessionStorage");

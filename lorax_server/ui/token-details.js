@@ -1,12 +1,12 @@
 // Token details (probability and alternatives), shown on hover, focus or tap.
 
 import { make } from "./dom.js";
-import { percent } from "./numbers.js";
+import { percent } from "./format.js";
 
 const GAP = 8;
 const STEPS = { ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity };
 
-export class Tooltip {
+export class TokenDetails {
   constructor(element) {
     this.element = element;
     this.tokens = new WeakMap(); // tokens by element
@@ -14,12 +14,12 @@ export class Tooltip {
   }
 
   /** Attaches to an element with token children. It is one tab stop; arrow keys move between tokens. */
-  attach(answer) {
-    answer.addEventListener("pointerover", (event) => this.show(event.target));
-    answer.addEventListener("pointerout", () => this.show(document.activeElement));
-    answer.addEventListener("focusin", (event) => this.show(event.target));
-    answer.addEventListener("focusout", () => this.hide());
-    answer.addEventListener("keydown", (event) => this.#step(event, answer));
+  attach(body) {
+    body.addEventListener("pointerover", (event) => this.show(event.target));
+    body.addEventListener("pointerout", () => this.show(document.activeElement));
+    body.addEventListener("focusin", (event) => this.show(event.target));
+    body.addEventListener("focusout", () => this.hide());
+    body.addEventListener("keydown", (event) => this.#step(event, body));
   }
 
   show(target) {
@@ -57,12 +57,12 @@ export class Tooltip {
     this.element.style.top = `${Math.max(0, fitsBelow ? at.bottom + GAP : at.top - GAP - height)}px`;
   }
 
-  #step(event, answer) {
+  #step(event, body) {
     const step = STEPS[event.key];
     const here = event.target;
-    if (step === undefined || isModified(event) || here.parentElement !== answer) return;
+    if (step === undefined || isModified(event) || here.parentElement !== body) return;
     event.preventDefault();
-    const all = [...answer.children];
+    const all = [...body.children];
     const place = Math.min(Math.max(all.indexOf(here) + step, 0), all.length - 1);
     here.tabIndex = -1;
     all[place].tabIndex = 0;
@@ -74,7 +74,8 @@ export class Tooltip {
 const isModified = (event) => event.altKey || event.ctrlKey || event.metaKey || event.shiftKey;
 
 function describe({ token, logprob, top }) {
-  const title = make("p", { class: "said" }, make("code", {}, visible(token)), make("strong", {}, percent(logprob)));
+  const share = make("strong", {}, percent(logprob));
+  const title = make("p", { class: "token-head" }, make("code", {}, visible(token)), share);
   if (!top.length) return [title];
   // Incomplete characters look the same.
   const rows = top.map((other) => row(other, other.token === token && other.logprob === logprob));
@@ -82,7 +83,7 @@ function describe({ token, logprob, top }) {
 }
 
 function row({ token, logprob }, isChosen) {
-  const bar = make("span", { class: "bar" });
+  const bar = make("span", { class: "bar-share" });
   bar.style.width = `${100 * Math.exp(logprob)}%`;
   const name = make("th", { scope: "row" }, make("code", {}, visible(token)));
   return make("tr", { class: isChosen && "chosen" }, name, make("td", {}, bar), make("td", {}, percent(logprob)));
