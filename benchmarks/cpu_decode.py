@@ -1,16 +1,17 @@
 """Measure decode with a small Llama on a CPU, with and without adapters, against transformers, PEFT and llama.cpp.
 
-The model is random and has the shape of Llama with 135M parameters, with adapters of rank 16 on all linear layers. A
-value is tokens per second over greedy steps after prompts of 90 tokens, the best of several rounds in which all systems
-take turns. bfloat16 is measured if torch reports that the CPU has fast bfloat16, or with `--dtypes`.
+The model is a Llama with 135M random parameters, with rank-16 adapters on all linear layers. Values are tokens per
+second in greedy decode steps after 90-token prompts: the best of several rounds in which all systems alternate.
+bfloat16 is measured if torch reports that the CPU has fast bfloat16, or with `--dtypes`.
 
 `LLM` is the complete engine with scheduler, sampling and text. transformers uses its faster attention implementation;
-PEFT gets the adapter name of each sequence. `--llama-cpp FOLDER` is a checkout of llama.cpp with its converters and
-`build/bin/llama-batched-bench`, which draws tokens instead of choosing them (a little less work). The released program
-ignores `--lora`; a patched one that loads the adapter and prints "loaded lora" is measured with the adapter, too.
+PEFT receives each sequence's adapter name. `--llama-cpp FOLDER` is a checkout of llama.cpp with its converters and
+`build/bin/llama-batched-bench`, which feeds random tokens instead of sampling (slightly less work). The released
+program ignores `--lora`; a patched build that loads the adapter and prints "loaded lora" is also measured with the
+adapter.
 
-The last part measures the bundled model in `LLM`: the time between two tokens of one request, and of one of six
-requests with different adapters.
+The last part measures the bundled model in `LLM`: the time between two tokens of a single request, and of one of six
+concurrent requests with different adapters.
 """
 
 import json
@@ -83,7 +84,7 @@ Speeds = dict[Case, float]  # tokens per second
 
 
 class Run(NamedTuple):
-    """Tokens of each sequence, and the seconds of all steps except the first one."""
+    """Each sequence's tokens, and the total time of all steps except the first, in seconds."""
 
     tokens: list[list[int]]
     seconds: float
@@ -203,7 +204,7 @@ class LlamaCpp:
     """A built checkout of llama.cpp, with the model and one adapter in its format."""
 
     def __init__(self, checkout: Path, folder: Path, kind: str) -> None:
-        """`folder` has the model and `adapters/`; `kind` is the storage type."""
+        """Convert the model and an adapter. `folder` contains the model and `adapters/`; `kind` is the storage type."""
         self._program = checkout / "build/bin/llama-batched-bench"
         if not self._program.is_file():
             raise SystemExit(f"{self._program} is missing: build it")
@@ -221,7 +222,7 @@ class LlamaCpp:
         return speeds | {Case(batch, 1): speed for batch, speed in adapted.items()}
 
     def _run(self, cases: Sequence[Case], *more: str | Path) -> dict[int, float]:
-        """Return tokens per second by batch size, or an empty result if the adapter was not loaded."""
+        """Return tokens per second, keyed by batch size, or an empty result if the adapter was not loaded."""
         max_batch = max(case.batch for case in cases)
         threads, batches = torch.get_num_threads(), ",".join(str(case.batch) for case in cases)
         # All sequences share one prompt, because only decode steps are measured.

@@ -1,9 +1,9 @@
 """Measure prefill and decode of float32 models on a CPU, against transformers in the same process.
 
-All models are random. Two are small: GPT-2 small and a Llama of 160M parameters. Two have the widths of Gemma-2-9B
-and Phi-4, but two layers and a vocabulary of 32,000. One sequence of these is memory-bound, so it is measured again
-with values that bfloat16 represents exactly, as in published checkpoints: both sides compute in float32, but we
-store such a matrix in half the memory. Each value is the best of several alternating runs.
+All models are random. Two are small: GPT-2 small and a Llama with 160M parameters. Two have the widths of Gemma-2-9B
+and Phi-4, but two layers and a vocabulary of 32,000. Decoding one sequence with these is memory-bound, so it is
+measured again with weights that bfloat16 represents exactly, as in published checkpoints: both systems compute in
+float32, but we store such matrices in half the memory. Each value is the best of several alternating runs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -62,7 +62,7 @@ def measure_prefill(name: str, ours: Any, theirs: Any, batch: int, length: int, 
 
 
 def measure_decode(name: str, ours: Any, theirs: Any, batch: int, context: int, runs: int, goal: float) -> Record:
-    """Measure decode with the same noise in both caches."""
+    """Measure decode steps with the same random values in both KV caches."""
     ids = torch.randint(0, VOCAB, (batch, 1))
     times = {}
     for attention in list_attentions(theirs.config):

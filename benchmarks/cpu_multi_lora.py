@@ -1,8 +1,8 @@
 """Measure decode with mixed adapters on a CPU, against transformers and PEFT in the same process.
 
-The model is a random Llama of 160M parameters with 16 sequences. Adapters of rank 16 on all linear layers are written
-by PEFT and loaded by both sides from the same files. PEFT gets `adapter_names`, one for each sequence. Each value is
-the best of several runs; the sides take turns.
+The model is a random Llama with 160M parameters and a batch of 16 sequences. PEFT writes rank-16 adapters on all linear
+layers, and both systems load the same files. PEFT receives `adapter_names`, one per sequence. Each value is the best of
+several alternating runs.
 """
 
 import json
@@ -72,7 +72,7 @@ def rows(number: int) -> list[int]:
 
 
 def ours(model: Any, arena: AdapterArena, number: int, cache: DynamicCache | None = None) -> Step:
-    """Return a decode step over `number` adapters. transformers' cache gets the same noise as ours."""
+    """Return a decode step over `number` adapters. transformers' cache contains the same random values as ours."""
     paged = Paged(model, BATCH, CONTEXT + RUNS + 2)
     fill(paged, DynamicCache(config=model.config) if cache is None else cache, CONTEXT)
     ids, position = torch.arange(BATCH)[:, None] + 100, count(CONTEXT)

@@ -1,9 +1,9 @@
 """Measure GGUF models on a CPU, with and without adapters, against llama.cpp with the same files.
 
 The model is SmolLM2-135M-Instruct, requantized by `llama-quantize`, with random rank-16 adapters on all linear layers.
-The script measures tokens per second of greedy decode steps and of a prompt of 1,536 tokens, the best of several rounds
-in which both sides take turns; the memory of `lorax serve` after start; and the perplexity of this repository's
-documentation, computed as `llama-perplexity` does: the second half of each chunk of 512 tokens counts.
+The script measures tokens per second in greedy decode steps and for a prompt of 1,536 tokens (the best of several
+alternating rounds), the memory of `lorax serve` after startup, and the perplexity of this repository's documentation.
+As in `llama-perplexity`, only the second half of each 512-token chunk is scored.
 
 `--llama-cpp FOLDER` is a checkout of llama.cpp with `llama-quantize`, `llama-batched-bench` and `llama-perplexity` in
 `build/bin`. llama.cpp cannot batch different adapters, so cases with adapters are compared with our base model.
@@ -49,7 +49,7 @@ class Ours:
         self._clock = StepClock(self.llm)
 
     def decode(self, case: Case) -> float:
-        """Return the tokens per second of one batch, after the first step in which every sequence gets a token."""
+        """Return the tokens per second for one batch, after the first step in which every sequence gets a token."""
         self._clock.marks.clear()
         adapters = [self._names[index - 1] if index else None for index in case.indices]
         # Sequences can start at different steps.
@@ -61,7 +61,7 @@ class Ours:
         return case.batch * TOKENS / (marks[first + TOKENS].at - marks[first].at)
 
     def prefill(self, seed: int) -> float:
-        """Return the tokens per second of one long prompt that is not in the prefix cache."""
+        """Return the tokens per second for one long prompt that is not in the prefix cache."""
         prompts = _draw_prompts(1, LONG_PROMPT, seed)
         start = time.perf_counter()
         self.llm.generate(prompts, stop=StopParams(max_new_tokens=1), progress=False)
@@ -143,7 +143,7 @@ def measure_speed(kind: str, model: Path, adapters: Path, peer: LlamaCpp, rounds
 
 
 def measure_memory(kind: str, model: Path) -> Record:
-    """Measure the memory of all processes of a server after its start."""
+    """Measure the memory of all server processes after startup."""
     with serving(model.with_suffix(".log"), {"model-id": model}) as server:
         used = sum(usage.rss for usage in server.usage().values())
     limit = 1.5 * model.stat().st_size + 250e6

@@ -1,4 +1,4 @@
-"""Measure more adapters than device memory: 1,000 of rank 8 in host memory, memory for 200 on the GPU, Zipf traffic.
+"""Measure more adapters than fit on a GPU: 1,000 of rank 8 in host memory, GPU memory for 200, Zipf traffic.
 
 The model has the shape of Llama-3.1-8B with random weights. The adapters are created in host memory (42 GB), because
 files would take longer to write. 64 requests are in flight, with prompts of 128 tokens and completions of 32 to 128.
@@ -36,7 +36,7 @@ NUM_COLD_ADAPTERS, COLD_ADAPTER_RANK = 5, 16
 
 
 class Scale(NamedTuple):
-    """Sizes of model and load."""
+    """Model size and load."""
 
     shape: ModelShape
     device: str
@@ -100,7 +100,7 @@ class Traffic:
 
 @dataclass
 class Result:
-    """Result of one run, without the warm-up."""
+    """The result of one run, without the warm-up."""
 
     tokens_per_s: float
     first_tokens: list[float]  # milliseconds
@@ -208,7 +208,7 @@ def request_cold_adapter(
 def measure_cold_adapters(
     engine: Engine, recorder: StepRecorder, scale: Scale, names: Sequence[str], first_id: int
 ) -> tuple[float, list[ColdAdapterResult]]:
-    """Run 64 requests, then request cold adapters. Return the median step time before these, in milliseconds."""
+    """Run 64 requests, then request cold adapters. Return the median step time before them, in milliseconds."""
     prompts = [[(i * 31 + j) % 500 + 3 for j in range(PROMPT)] for i in range(MAX_CONCURRENCY + len(names))]
     for i in range(MAX_CONCURRENCY):
         engine.add(make_request(first_id + i, prompts[i], 1024 - PROMPT, name_of(i % (scale.num_device_adapters // 2))))

@@ -1,9 +1,9 @@
 """Measure decode steps of Llama-3.1-8B on one GPU through `LLM`: scheduler, layers, adapters, sampling, text.
 
 Model and adapters are random bfloat16 files; adapters are loaded by requests, after the CUDA graphs were captured.
-Prompts have 128 tokens. A step is timed from the end of the step before and counts if all sequences get a token in
-both. The byte floor is the time to read weights, KV cache and adapters once at 4.1 TB/s. The peer is vLLM 0.26, as
-shipped and tuned, measured earlier on the same kind of GPU (H200).
+Prompts have 128 tokens. A step is timed from the end of the previous step. It counts only if all sequences receive a
+token in both steps. The byte floor is the time to read weights, KV cache and adapters once at 4.1 TB/s. The peer is
+vLLM 0.26, with default settings and tuned, measured earlier on the same kind of GPU (H200).
 """
 
 import statistics
@@ -108,7 +108,7 @@ def measure(bench: Bench, case: DecodeCase, steps: int) -> Measured:
 
 
 def find_floor_ms(case: DecodeCase, shape: ModelShape, context: float) -> float:
-    """Return the milliseconds that it takes to read every byte once."""
+    """Return the time to read every byte once, in milliseconds."""
     weights = shape.num_hidden_layers * sum(outputs * inputs for outputs, inputs in shape.linears.values())
     weights += shape.vocab_size * shape.hidden_size  # the head
     cached = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * context * case.rows

@@ -82,7 +82,7 @@ class Chain:
         ops.prepare([weights for layer in self.layers for weights, _ in layer.values()], with_lora=True)
 
     def make_lora(self, ranks: Sequence[int], rows: int) -> LoraBatch | None:
-        """Spread rows evenly over adapters of the given ranks."""
+        """Return LoRA inputs with the rows spread evenly over adapters of the given ranks."""
         if not ranks:
             return None
         rank = torch.tensor([0, *ranks])[:, None].expand(-1, self.num_targets)
@@ -151,7 +151,7 @@ BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTEN
 
 
 def make_batch(rows: int, new: int, cached: int) -> PagedBatch:
-    """Give sequences of equal length KV blocks in random order."""
+    """Return a batch of sequences with equal lengths and KV blocks in random order."""
     blocks = -(-(new + cached) // BLOCK)
     tables = torch.randperm(rows * blocks, dtype=torch.int32).view(rows, blocks)
     places = torch.arange(cached, cached + new)
@@ -169,7 +169,7 @@ def make_batch(rows: int, new: int, cached: int) -> PagedBatch:
 
 
 def time_attention(ops: Ops, rows: int, new: int, cached: int, dtype: torch.dtype) -> float:
-    """Return the milliseconds of one layer. Layers have separate caches, which do not fit in L2."""
+    """Return the time of one layer in milliseconds. Layers have separate caches, which do not fit in L2."""
     batch, num_tokens = make_batch(rows, new, cached), rows * new
     shape = int(batch.block_tables.max()) + 1, KV_HEADS, BLOCK, DIM
 
@@ -245,7 +245,7 @@ SAMPLING = (
 
 
 def make_logits() -> torch.Tensor:
-    """Draw realistic scores with a few likely tokens."""
+    """Draw realistic logits with a few likely tokens."""
     likely = torch.randint(VOCAB, (ROWS, 30), device="cuda")
     logits = 2 * torch.randn(ROWS, VOCAB, device="cuda")
     return logits.scatter_(-1, likely, 16 + 2 * torch.randn(ROWS, 30, device="cuda")).bfloat16()

@@ -2,8 +2,8 @@
 
 Models and adapters are random bfloat16 files. Both sides decode 16 sequences after prompts of 128 tokens. Our steps are
 timed as in `gpu_decode.py`, with scheduler, sampling and text. A step in transformers is one forward with its cache and
-an argmax, with its faster attention implementation. It has no adapters in either comparison. Tokens are compared with
-transformers and PEFT in float32.
+an argmax, with its faster attention implementation. transformers runs without adapters in both comparisons. Tokens are
+compared with transformers and PEFT in float32.
 """
 
 import argparse
@@ -45,7 +45,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def list_shapes(config: Any) -> Shapes:
-    """Return parameter shapes by name, without a tied head."""
+    """Return a map from parameter name to shape, without a tied head."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -59,8 +59,8 @@ def list_shapes(config: Any) -> Shapes:
 def make_tensors(config: Any, shapes: Shapes) -> Iterator[tuple[str, Stored]]:
     """Draw matrices around 0 and norm weights around 1 (Gemma stores norm weights minus 1).
 
-    The last norm of a model with a tied head is around 0. Otherwise each token would be followed by itself, with any
-    adapter.
+    The last norm of a model with a tied head is around 0. Otherwise, the model would repeat each token, regardless of
+    the adapter.
     """
     pool, choice = Pool(max(torch.Size(shape).numel() for shape in shapes.values())), random.Random(0)
     for name, shape in shapes.items():

@@ -1,9 +1,10 @@
-"""Measure prefill of Llama-3.1-8B on one GPU through `LLM`, and how much prompts delay sequences that decode.
+"""Measure prefill of Llama-3.1-8B on one GPU through `LLM`, and how much prompts delay decoding sequences.
 
-64 prompts of 1,024 random tokens arrive together and get one token each; no two prompts share a prefix. Then 64 such
-prompts arrive while 32 sequences decode. The time between tokens of these sequences is measured until the last prompt
-has its token. `--step-tokens` compares token budgets per step. The peer is vLLM 0.26, as shipped and tuned, measured
-earlier on the same kind of GPU (H200). Matrix products alone would allow 46,000 tokens per second.
+64 prompts of 1,024 random tokens arrive together and generate one token each; no two prompts share a prefix. Then 64
+such prompts arrive while 32 sequences decode. The time between tokens of these sequences is measured until the last
+prompt has generated its token. `--step-tokens` compares token budgets per step. The peer is vLLM 0.26, with default
+settings and tuned, measured earlier on the same kind of GPU (H200). Matrix products alone would allow 46,000 tokens per
+second.
 """
 
 import statistics

@@ -1,9 +1,9 @@
 """Compare the HTTP server with the engine alone: streams with the Llama-3.1-8B shape over 64 adapters on one GPU.
 
-`LLM` runs in a separate process first. Then `lorax serve` gets the same requests with the same settings from several
-client processes (`harness/http_client.py`). The number of requests in flight is constant. Prompts have 128 tokens,
-completions 128 to 256. All adapters have been used before. The middle of each run is measured, from 30% to 75% of all
-tokens, because all prompts arrive together at the start. Weights are random, in bfloat16.
+`LLM` runs in a separate process first. Then `lorax serve` receives the same requests with the same settings from
+several client processes (`harness/http_client.py`). The number of requests in flight is constant. Prompts have 128
+tokens, completions 128 to 256. All adapters have been used before. The middle of each run is measured, from 30% to 75%
+of all tokens, because all prompts arrive together at the start. Weights are random, in bfloat16.
 """
 
 import random
@@ -31,7 +31,7 @@ ROUNDS = 3  # requests per request in flight
 
 @dataclass(frozen=True)
 class Setup:
-    """Size of the model and of the load."""
+    """Model folder, device and load of a run."""
 
     folder: Path
     streams: Sequence[int]
@@ -128,7 +128,7 @@ def measure_llm(setup: Setup) -> dict[int, RunMetrics]:
 
 
 def run_llm(llm: LLM, load: Sequence[LoadRequest], max_concurrency: int) -> RunMetrics:
-    """Keep `max_concurrency` requests in flight, with the internal steps of `LLM.generate`."""
+    """Keep `max_concurrency` requests in flight, using the internal methods of `LLM`."""
     names = sorted({request.adapter for request in load if request.adapter})
     resolved = dict(zip(names, llm._resolve_all(names, "raise"), strict=True))
     remaining = iter(load)

@@ -1,11 +1,11 @@
 """Measure the cost of structured output on one GPU: decode steps of Llama-3.1-8B with 64 sequences through `LLM`,
-unconstrained, with one schema for all sequences, and with a schema each.
+unconstrained, with one schema for all sequences, and with a different schema for each sequence.
 
-The model is random, in bfloat16; its tokenizer has 128k tokens of words and bytes. The schemas cannot finish before
-the measurement does. A step is timed from the end of the step before and counts if all sequences get a token in both.
-The time per token counts all steps, including steps in which a sequence gets no token because its mask is late.
-Rounds are interleaved. In cases with `fast forward`, forced tokens are consumed ahead of the model; a server does
-that with up to 16 sequences.
+The model is random, in bfloat16; its tokenizer has 128k tokens of words and bytes. Completions cannot finish before the
+measurement ends. A step is timed from the end of the previous step. It counts only if all sequences receive a token in
+both steps. The time per token counts all steps, including steps in which a sequence receives no token because its mask
+is late. Rounds are interleaved. In cases with `fast forward`, forced tokens are consumed ahead of the model; a server
+does that with up to 16 sequences.
 """
 
 import statistics
@@ -28,7 +28,7 @@ SAMPLED = SamplingParams(do_sample=True, temperature=0.8, top_p=0.9, seed=1)
 
 
 class Speed(NamedTuple):
-    """Milliseconds per step in which all sequences get a token, and per token of all sequences."""
+    """Milliseconds per step (if all sequences receive a token), and per token over all sequences."""
 
     step_ms: float
     token_ms: float
@@ -52,7 +52,7 @@ def measure(bench: Bench, structures: list[Structure | None], params: SamplingPa
 
 
 def run(bench: Bench, structures: list[Structure | None], params: SamplingParams, num_tokens: int) -> None:
-    """Generate `num_tokens` with each structure. `LLM` first runs a trial compile of each new grammar."""
+    """Generate up to `num_tokens` tokens with each structure. `LLM` first runs a trial compile of each new grammar."""
     stops = [StopParams(max_new_tokens=num_tokens, ignore_eos=structure is None) for structure in structures]
     prompts = bench.draw_prompts(len(structures), PROMPT, seed=len(structures))
     bench.llm.generate(prompts, params, stops, structure=structures, progress=False)
@@ -63,7 +63,7 @@ def count_tokens(outputs: list[Output]) -> int:
 
 
 def measure_all(bench: Bench, params: SamplingParams, rows: int, steps: int, rounds: int) -> dict[str, Speed]:
-    """Return the median speeds over all rounds, by case."""
+    """Return the median speeds over all rounds, keyed by case."""
     one, different = [make_schema(0)] * rows, [make_schema(number) for number in range(rows)]
     cases: dict[str, list[Structure | None]] = {
         "no structure": [None] * rows,

@@ -8,8 +8,8 @@ are measured alternately.
 
 Then 1,000 streams are opened at the same time; most of these streams wait for a slot.
 
-`--size 135m` measures how much slower a model with 135 million parameters decodes behind the server than in `LLM`: one
-and eight sequences, streams and complete responses, with torch's default number of threads.
+`--size 135m` measures how much slower a model with 135 million parameters decodes behind the server than in `LLM`, for
+one and eight sequences, with streams and complete responses, with torch's default number of threads.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ US = "us per token"
 
 @dataclass(frozen=True)
 class LoadSize:
-    """Size of the load."""
+    """Numbers of runs, requests and streams, and completion lengths."""
 
     pairs: int = 3
     requests: int = 256

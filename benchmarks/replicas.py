@@ -1,8 +1,9 @@
 """Measure the replica router on Ray Serve: our router against Ray's default and random choice.
 
-Three replicas of the bundled model run on this machine, with 200 adapters of rank 64 in a folder and device memory
-for 80 of them per replica. Clients request short completions for adapters drawn by Zipf's law. Each router gets new
-replicas and the same requests. `tests/scale/test_placement.py` simulates the same router with 100 replicas.
+Three replicas of the bundled model run on this machine, with 200 adapters of rank 64 in a folder and device memory for
+80 of them per replica. Clients request short completions for adapters drawn from a Zipf distribution. Each router
+starts with new replicas and the same requests. `tests/scale/test_placement.py` simulates the same router with 100
+replicas.
 """
 
 import http.client
@@ -44,7 +45,7 @@ class RandomRouter(RequestRouter):
 
 @dataclass(frozen=True)
 class LoadSize:
-    """Size of the load."""
+    """Numbers of replicas, adapters, clients and requests."""
 
     replicas: int = 3
     adapters: int = 200
@@ -167,7 +168,7 @@ def count_cpu_s() -> float:
 
 
 def send_all(port: int, names: Sequence[str], clients: int) -> list[tuple[str, float]]:
-    """Send a request for each name. Return the adapter tier and the seconds to the first token of each."""
+    """Send a request for each name. Return each request's adapter tier and seconds to the first token."""
     sent, numbers = list[tuple[str, float]](), itertools.count()
 
     def work() -> None:

@@ -1,7 +1,7 @@
-"""Measure the start of `lorax serve`: seconds to the first token, and memory of its processes after the start.
+"""Measure the startup of `lorax serve`: seconds to the first token, and process memory after startup.
 
 The bundled model runs on the CPU. `--gpu` serves a random Llama-3.1-8B shape from files in memory instead. The first
-start has no cached kernels and configs; the median of the other starts counts.
+start has no cached kernels and configs; later starts are reported as a median.
 """
 
 import json
@@ -22,7 +22,7 @@ BODY = {"inputs": "a", "parameters": {"max_new_tokens": 1}}
 
 
 def measure(log: Path, flags: dict[str, object]) -> tuple[float, dict[str, float]]:
-    """Return the seconds from the command to the first token, and MB by process."""
+    """Return the seconds from the command to the first token, and the memory of each process in MB."""
     began = time.monotonic()
     with serving(log, flags) as server:
         headers = {"content-type": "application/json"}

@@ -1,10 +1,10 @@
-"""Look for leaks: memory, file descriptors and threads that a server keeps after its requests.
+"""Find leaks: memory, file descriptors and threads that a server does not release after its requests.
 
 `lorax serve` runs a tiny model with six adapters; `--demo` runs the bundled model. Rounds of 400 requests arrive over
-sockets, 48 at a time: streams, whole responses and chats with random lengths, for the base model and for every
-adapter. Clients abort a quarter of the requests. A tenth is greedy and must equal the completion of the same request
-alone. After each round, the resources of each process and the free KV blocks are read. After the warm-up, no process
-may grow by more than 2% in 20,000 requests.
+sockets, 48 at a time: streams, complete responses and chats with random lengths, for the base model and for every
+adapter. Clients abort a quarter of the requests. A tenth of the requests are greedy; their completions must equal those
+of the same requests sent alone. After each round, the resources of each process and the free KV blocks are read. After
+the warm-up, no process may grow by more than 2% in 20,000 requests.
 """
 
 import asyncio
@@ -126,7 +126,7 @@ def evaluate(rounds: Sequence[Round], blocks: float) -> list[Record]:
 
 
 def evaluate_process(name: str, usage: Sequence[Usage]) -> list[Record]:
-    """Compare medians of several rounds, because memory at one moment varies."""
+    """Compare medians of several rounds, because memory use varies from moment to moment."""
     some = max(1, min(5, len(usage) // 4))
     before = statistics.median(each.rss for each in usage[:some])
     after = statistics.median(each.rss for each in usage[-some:])
@@ -226,7 +226,7 @@ async def find_problem(server: Server, request: SoakRequest) -> str:
 
 
 async def send(server: Server, request: SoakRequest) -> bytes:
-    """Return the response body, which is partial for dropped requests."""
+    """Return the response body (partial if the client disconnects)."""
     reader, writer = await asyncio.open_connection(server.host, server.port)
     try:
         content = json.dumps(request.body).encode()

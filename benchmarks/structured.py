@@ -1,9 +1,10 @@
 """Measure what structured output costs on a CPU: a small random Llama with a real vocabulary of 129k tokens.
 
-Parts: `speed` compares 32 unconstrained sequences with 32 that share a schema and 32 with a schema each; `forced`
-measures forced tokens; `first` the time to the first token with a new and a known schema; `hostile` the slowest step
-of other sequences while a hostile grammar is rejected or followed. Cases take turns and the best round counts,
-because other work on the machine only makes rounds slower. On ARM set MIMALLOC_PURGE_DELAY=1000, as the server does.
+Parts: `speed` compares 32 unconstrained sequences with 32 that share a schema and 32 with different schemas; `forced`
+measures forced tokens; `first` measures the time to the first token with a new and a known schema; `hostile` measures
+the slowest step of other sequences while a hostile grammar is rejected or used. Cases alternate and the best round is
+reported, because other work on the machine only makes rounds slower. On ARM set MIMALLOC_PURGE_DELAY=1000, as the
+server does.
 """
 
 import itertools
@@ -60,7 +61,7 @@ KEYS = ("first_name_of_the_applicant", "date_of_the_application", "has_accepted_
 
 
 class Speed(NamedTuple):
-    """Tokens per second of all sequences, and tokens per step of one."""
+    """Tokens per second over all sequences, and tokens per step for one sequence."""
 
     per_second: float
     per_step: float
@@ -79,7 +80,7 @@ LONG_KEYS = {"type": "array", "items": make_object({key: {"type": "boolean"} for
 
 
 class Bench:
-    """An engine, and the trial compiles that come before it in a server."""
+    """An engine, and a sandbox that runs trial compiles before requests reach the engine, as in the server."""
 
     def __init__(self, model: Path, sandbox: Sandbox) -> None:
         self.model = model
@@ -219,7 +220,7 @@ class BackgroundSequences:
         self._numbers: list[int] = []
 
     def watch(self, structure: Structure | None) -> list[float]:
-        """Return the seconds of the steps after a request arrives. Run until the request has finished."""
+        """Return the step times after a request arrives, in seconds. Run until the request has finished."""
         self._restart()
         trial = None if structure is None else self._bench.check(structure)
         number: int | None = None
@@ -236,9 +237,10 @@ class BackgroundSequences:
         return times[:WINDOW]
 
     def compare(self, make: Callable[[int], Structure | None]) -> float:
-        """Return the slowest step next to a request, each step in its best round, over the median next to none.
+        """Return the slowest step during a request, relative to the median step without a request.
 
-        Rounds continue while the result is above the goal, because real effects occur in every round.
+        For each step, the best round is used. Rounds continue while the result is above the goal, because real effects
+        occur in every round.
         """
         best = [math.inf] * WINDOW
         for number in range(MAX_ROUNDS):
@@ -250,7 +252,7 @@ class BackgroundSequences:
         return max(best)
 
     def _restart(self) -> None:
-        """Replace the sequences, which would reach their end."""
+        """Replace the sequences before they reach their maximum length."""
         engine = self._bench.engine
         for number in self._numbers:
             engine.abort(number)
@@ -267,7 +269,7 @@ def has_finished(outputs: Sequence[Output], number: int | None) -> bool:
 
 
 def make_hostile() -> dict[str, Structure]:
-    """Make the hostile structures that are not rejected before the sandbox."""
+    """Return the hostile structures that reach the sandbox (not rejected earlier)."""
     sys.path.insert(0, str(Path(__file__).parent.parent))
     from tests.structured_output.hostile import GRAMMARS, REGEXES, SCHEMAS
 
@@ -284,7 +286,7 @@ def make_hostile() -> dict[str, Structure]:
 
 
 def compare_hostile(bench: Bench) -> list[Record]:
-    """Compare steps alone, next to harmless requests, and next to hostile requests."""
+    """Compare step times without requests, with harmless requests, and with hostile requests."""
     others, new = BackgroundSequences(bench), itertools.count(2000)
     others.watch(make_schema(next(new)))
 

@@ -41,7 +41,7 @@ EVERYWHERE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "d
 
 
 class Size(NamedTuple):
-    """Sizes of the model, the corpus and the training."""
+    """Model, corpus and training sizes."""
 
     shards: int
     documents: int  # of each

@@ -73,7 +73,7 @@ SENTIMENTS = (POSITIVE, NEGATIVE, NEUTRAL)
 
 @dataclass(frozen=True)
 class Event:
-    """Somebody bought something: what every note is about."""
+    """A purchase, the subject of every note."""
 
     person: str
     is_woman: bool

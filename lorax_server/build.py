@@ -90,10 +90,13 @@ def assemble(
         model_type=capabilities.model_type,
         model_class=capabilities.model_class,
         max_inputs=capabilities.max_inputs,
+        task=capabilities.task,
     )
     resolver = AdapterResolver(finder, num_threads=config.sources.num_threads)
     make_vocabulary = make_vocabulary or partial(build_vocabulary, config.model.path)
-    structured_output = StructuredOutput.for_device(make_vocabulary, config.model.device)
+    structured_output = None
+    if capabilities.task == "generate":
+        structured_output = StructuredOutput.for_device(make_vocabulary, config.model.device)
     return Engine(executor, scheduler, pool, table, resolver, structured_output)
 
 
@@ -133,8 +136,12 @@ def preload(engine: Engine, config: EngineConfig) -> None:
 def warm_up(engine: Engine) -> float:
     """Run short requests, and return the decode speed of one sequence, in tokens per second.
 
-    The first request includes one-time initialization, so that it does not delay the first real request.
+    The first request includes one-time initialization, so that it does not delay the first real request. Return 0 if
+    the model does not generate text.
     """
+    if engine.capabilities.task != "generate":
+        _time_decode_step(engine, 1)
+        return 0.0
     step_s = _time_decode_step(engine, 2)
     count = min(MAX_MEASURED_STEPS, int(MAX_MEASURED_S / max(step_s, 1e-6)))
     return 1 / max(_time_decode_step(engine, count + 1) if count else step_s, 1e-6)
@@ -162,7 +169,7 @@ def _wait_for(engine: Engine, futures: Sequence["Future[Any]"]) -> None:
 
 
 def build_sources(config: SourceConfig, adapter_timeout_s: float = 0.0) -> dict[str, Source]:
-    """Return the enabled adapter sources by name. Client libraries are imported only for enabled sources.
+    """Return the enabled adapter sources, keyed by name. Client libraries are imported only for enabled sources.
 
     Used files stay on disk for at least `adapter_timeout_s`, because a request may wait that long for its adapter.
     """

@@ -15,6 +15,8 @@ from lorax_server.errors import ConfigError
 DTYPES = ("float32", "float16", "bfloat16")
 WEIGHT_BITS = {"int8": 8, "int4": 4}  # values of `quantize` that quantize the weights
 QUANTIZE = ("fp8-kv", *WEIGHT_BITS)
+TASKS = ("auto", "generate", "embed", "classify", "token-classify", "score")
+POOLING = ("cls", "mean", "max", "lasttoken")
 SOURCES = ("hub", "local", "s3")
 TOOL_PARSERS = ("hermes", "llama3_json", "pythonic", "mistral", "granite", "qwen3_coder", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -68,10 +70,19 @@ class ModelConfig(Settings):
     quantize: str | None = setting(
         None, "int8 or int4 quantizes the weights while loading (CPU only); fp8-kv stores the KV cache as float8"
     )
+    task: str = setting(
+        "auto",
+        "use of the model; auto reads it from the model folder, score asks a decoder to judge documents",
+        choices=TASKS,
+    )
+    pooling: str | None = setting(None, "pooling for embeddings", none="as the model folder says", choices=POOLING)
+    embedding_dim: int | None = setting(
+        None, "embedding size: selects the model's 2_Dense_N layer if there is one, otherwise truncates embeddings"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, choices in (("dtype", DTYPES), ("quantize", QUANTIZE)):
+        for name, choices in (("dtype", DTYPES), ("quantize", QUANTIZE), ("task", TASKS), ("pooling", POOLING)):
             value = getattr(self, name)
             if value is not None and value not in choices:
                 raise ConfigError(f"{name} {value!r} is not supported; use one of {', '.join(choices)}")

@@ -137,7 +137,7 @@ class Shard:
 
 
 def unsharded(size: int) -> Shard:
-    """Return a shard that is the full dimension on every rank."""
+    """Return a shard that covers the full dimension on every rank."""
     return Shard(size, ((0, size),))
 
 
@@ -188,7 +188,7 @@ def vocab_block(group: ProcessGroup, vocab_size: int) -> int:
 
 
 def join_shards(shards: Sequence[Shard]) -> Shard:
-    """Return the shard of a dimension that concatenates the dimensions of several shards."""
+    """Return the shard for a concatenation of several sharded dimensions."""
     ranges, offset = [], 0
     for shard in shards:
         ranges += [(offset + start, offset + stop) for start, stop in shard.ranges]

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from lorax_server.config import EngineConfig, ServerConfig
 from lorax_server.engine.remote.process import connected, serve
 from lorax_server.engine.remote.remote_engine import RemoteEngine
+from lorax_server.pooling import read_pooling
 from lorax_server.process_tuning import (
     limit_malloc_arenas,
     set_gil_switch_interval,
@@ -33,7 +34,7 @@ class LogFormat(NamedTuple):
 
 
 def check_files(config: ServerConfig) -> None:
-    """Raise if a file that the settings name is invalid. This is called before the model is downloaded."""
+    """Raise if a file in the settings is invalid. This is called before the model is downloaded."""
     from lorax_server.server.access.keys import KeyRing  # noqa: PLC0415
     from lorax_server.server.schemas.examples import read_examples  # noqa: PLC0415
 
@@ -71,17 +72,17 @@ def run_engine(logs: LogFormat | None, config: EngineConfig, address: str) -> No
     set_gil_switch_interval()
     with connected(address) as channel, ThreadPoolExecutor(1) as thread:
         make_vocabulary = cache(partial(build_vocabulary, config.model.path))
+        generates = read_pooling(config.model) is None
         engine = build_engine(config, on_rank_exit=channel.report, make_vocabulary=make_vocabulary)
         # Build the vocabulary before the first request, because building it holds the GIL and would delay steps.
-        building = thread.submit(make_vocabulary)
+        building = [thread.submit(make_vocabulary)] if generates else []
         rate = warm_up(engine)
-        wait([building])
+        wait(building)
         tune_gc()
         sizes = engine.capabilities
-        logger.info(
-            "weights: %s, %.0f MB; one sequence decodes %.3g tokens/s",
-            *(sizes.weight_format or sizes.dtype, sizes.weight_bytes / 1e6, rate),
-        )
+        logger.info("weights: %s, %.0f MB", sizes.weight_format or sizes.dtype, sizes.weight_bytes / 1e6)
+        if generates:
+            logger.info("one sequence decodes %.3g tokens/s", rate)
         info = EngineInfo(
             max_length=sizes.max_length,
             vocab_size=sizes.vocab_size,
@@ -91,5 +92,6 @@ def run_engine(logs: LogFormat | None, config: EngineConfig, address: str) -> No
             device=config.model.device.partition(":")[0],
             weight_format=sizes.weight_format,
             weight_bytes=sizes.weight_bytes,
+            task=sizes.task,
         )
         serve(engine, channel, info)

@@ -20,24 +20,45 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from tqdm import tqdm
 
 from lorax_server.build import build_engine
 from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
 from lorax_server.engine.engine import Engine
-from lorax_server.errors import AdapterError, AdapterNotFoundError, EngineError, InputError, LoraxError
+from lorax_server.errors import (
+    AdapterError,
+    AdapterNotFoundError,
+    EngineError,
+    InputError,
+    LoraxError,
+    NotSupportedError,
+)
+from lorax_server.generation import pooled_results as results
 from lorax_server.generation.generation import Completion, Generation, TokenEvent
+from lorax_server.generation.pooled_results import Entity, LabelScore
 from lorax_server.gguf.model_folder import find_model_folder
 from lorax_server.phases import Phases
+from lorax_server.pooling import CLASSIFY, EMBED, GENERATE, SCORE, TOKEN_CLASSIFY, PoolingConfig, read_pooling
 from lorax_server.sandbox.sandbox import Sandbox
-from lorax_server.structured_output.trials import TRIAL, GrammarTrials
+from lorax_server.structured_output.trials import TRIAL_TASK, GrammarTrials
 from lorax_server.text.adapter_tokenizers import AdapterTokenizers
 from lorax_server.text.generation_defaults import load_generation_defaults
 from lorax_server.text.prompt import Prompt, broadcast, encode_prompt, list_prompts
-from lorax_server.text.tokenizer import load_tokenizer
+from lorax_server.text.tokenizer import EncodedText, load_tokenizer
 from lorax_server.threads import failed_future
-from lorax_server.types import AdapterRef, EngineStatus, Request, Resolved, SamplingParams, StopParams, Structure
+from lorax_server.types import (
+    AdapterRef,
+    EngineStatus,
+    Pooled,
+    Request,
+    Resolved,
+    SamplingParams,
+    StopParams,
+    Structure,
+)
 
 _T = TypeVar("_T")
 
@@ -53,6 +74,9 @@ class LLM:
         device: str | None = None,
         dtype: str | None = None,
         quantize: str | None = None,
+        task: str = "auto",
+        pooling: str | None = None,
+        embedding_dim: int | None = None,
         **settings: Any,
     ) -> None:
         """Load a model.
@@ -77,10 +101,12 @@ class LLM:
             self._tokenizer = load_tokenizer(path)
         self._eos_token_ids = load_generation_defaults(path).eos_token_ids
         self._sandbox = Sandbox(1)
-        self._trials = GrammarTrials(self._sandbox, TRIAL._replace(max_pending=None))
+        self._trials = GrammarTrials(self._sandbox, TRIAL_TASK._replace(max_pending=None))
         self._tokenizers = AdapterTokenizers(self._tokenizer, path, self._sandbox)
         self._lock = threading.Lock()  # guards the fields below
-        config = EngineConfig(ModelConfig(path, dtype=dtype, device=device, quantize=quantize), **settings)
+        uses: dict[str, Any] = {"task": task, "pooling": pooling, "embedding_dim": embedding_dim}
+        config = EngineConfig(ModelConfig(path, dtype=dtype, device=device, quantize=quantize, **uses), **settings)
+        self._pooling = read_pooling(config.model)  # None if the model generates text
         self._open_engine: Engine | None = build_engine(config, phases=phases)
         self.start_seconds: Mapping[str, float] = phases.seconds  # startup time by phase
         self._closed_error = EngineError("this LLM is closed")  # raised after the engine is closed
@@ -104,13 +130,14 @@ class LLM:
     ) -> list[Completion]:
         """Generate completions for prompts (text or token IDs) in one batch. Return one completion per prompt.
 
-        `params`, `stop`, `adapter` and `structure` apply to all prompts, or are lists with one entry per prompt. The
-        adapter None selects the base model. The functions in `structured_output.grammars` create structures.
+        `params`, `stop`, `adapter` and `structure` apply to all prompts, or are lists with one entry per prompt. An
+        `adapter` of None selects the base model. The functions in `structured_output.grammars` create structures.
         `progress=True` shows a progress bar; None does so only on a terminal. `on_error="return"` stores each error in
         its completion, instead of raising the first error.
         """
         if on_error not in ("raise", "return"):
             raise InputError(f"on_error must be 'raise' or 'return' (got {on_error!r})")
+        self._check_task(GENERATE)
         listed = list_prompts(prompts)
         adapter_ids = broadcast(adapter, str, "adapters", len(listed))
         samplings = broadcast(params, SamplingParams, "params", len(listed))
@@ -142,6 +169,7 @@ class LLM:
         structure: Structure | None = None,
     ) -> Iterator[TokenEvent]:
         """Generate one completion and yield an event per token. Closing the iterator aborts the request."""
+        self._check_task(GENERATE)
         run = self._make_generation(prompt, self._resolve_all([adapter], "raise")[0], params, stop, structure, False)
         try:
             self._start(run, "raise")
@@ -156,6 +184,107 @@ class LLM:
                 self._step()
         finally:
             self._stop([run])
+
+    # --- Models that do not generate text -----------------------------------------------------------------------------
+
+    def embed(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        adapter: str | Sequence[str | None] | None = None,
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
+        truncate: bool = False,
+        progress: bool | None = None,
+    ) -> npt.NDArray[np.float32]:
+        """Return the embeddings of texts or token lists, `[texts, dimensions]`.
+
+        `prompt_name` selects a prompt of the model. `truncate` keeps the beginning of texts that are too long.
+        """
+        config = self._check_task(EMBED)
+        prepared = [
+            results.prepare_text(text, config, prompt_name) if isinstance(text, str) else text
+            for text in list_prompts(texts)
+        ]
+        pooled = self._pool(prepared, config, adapter, truncate, progress)
+        return np.array([results.to_embedding(each, config, dimensions) for each in pooled], np.float32)
+
+    def classify(
+        self,
+        texts: str | Sequence[str],
+        *,
+        adapter: str | Sequence[str | None] | None = None,
+        truncate: bool = False,
+        progress: bool | None = None,
+    ) -> list[list[LabelScore]] | list[list[Entity]]:
+        """Return the scores of all labels for each text, or the entities in each text (token classification)."""
+        config = self._check_task(CLASSIFY, TOKEN_CLASSIFY)
+        listed = [texts] if isinstance(texts, str) else list(texts)
+        pooled = self._pool(listed, config, adapter, truncate, progress)
+        if config.task == CLASSIFY:
+            return [results.to_labels(each, config) for each in pooled]
+        return [
+            results.to_entities(each, config, text, *self._tokenizer.locate_tokens(text))
+            for each, text in zip(pooled, listed, strict=True)
+        ]
+
+    def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        adapter: str | Sequence[str | None] | None = None,
+        instruction: str | None = None,
+        truncate: bool = False,
+        progress: bool | None = None,
+    ) -> list[float]:
+        """Return the relevance of each document to its query. One query applies to all documents."""
+        config = self._check_task(CLASSIFY, SCORE)
+        listed = [documents] if isinstance(documents, str) else list(documents)
+        pairs = zip(broadcast(queries, str, "queries", len(listed)), listed, strict=True)
+        texts = [results.prepare_pair(query or "", document, config, instruction) for query, document in pairs]
+        pooled = self._pool(texts, config, adapter, truncate, progress)
+        return [results.to_score(each, config) for each in pooled]
+
+    def _check_task(self, *tasks: str) -> Any:
+        task = GENERATE if self._pooling is None else self._pooling.task
+        if task not in tasks:
+            raise NotSupportedError(f"this model is loaded with task = {task}, not {' or '.join(tasks)}")
+        return self._pooling
+
+    def _pool(
+        self,
+        texts: Sequence[Any],
+        config: PoolingConfig,
+        adapter: str | Sequence[str | None] | None,
+        truncate: bool,
+        progress: bool | None,
+    ) -> list[Pooled]:
+        """Return the results for texts, pairs of texts or token lists, with one entry per text."""
+        adapter_ids, limit = broadcast(adapter, str, "adapters", len(texts)), self._engine.capabilities.max_length - 1
+        progress = sys.stderr.isatty() and len(texts) > 1 if progress is None else progress
+        bar, runs = tqdm(total=len(texts), unit="text", disable=not progress, dynamic_ncols=True), list[Generation]()
+        try:
+            for text, resolved in zip(texts, self._resolve_all(adapter_ids, "raise"), strict=True):
+                assert isinstance(resolved, Resolved)
+                tokenizer = self._tokenizers.find(resolved)
+                if isinstance(text, str | tuple):
+                    (encoded,) = results.encode_inputs(tokenizer, [text], config, limit, truncate)
+                else:
+                    encoded = EncodedText(encode_prompt(tokenizer, text)[: limit if truncate else None])
+                    results.check_length(len(encoded.ids), limit)
+                request = Request(next(self._ids), encoded.ids, SamplingParams(), StopParams(max_new_tokens=1))
+                request = replace(request, adapter_identity=resolved.identity, second_start=encoded.second_start)
+                runs.append(Generation(request, tokenizer.detokenizer))
+            for run in runs:
+                self._start(run, "raise")
+            self._finish(runs, bar, "raise")
+        finally:
+            bar.close()
+            self._stop(runs)
+        return [run.completion.pooled for run in runs if run.completion.pooled is not None]
+
+    # --- Adapters -----------------------------------------------------------------------------------------------------
 
     def load_adapter(self, adapter_id: str, *, pin: bool = False) -> None:
         """Load an adapter to the device before the first request. `pin` protects it from eviction."""

@@ -2,7 +2,7 @@
 
 import ast
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,24 +25,41 @@ MODELS = {
     "gemma3_text": "flash_gemma3_modeling.FlashGemma3ForCausalLM",
     "glm": "flash_glm_modeling.FlashGLMForCausalLM",
     "glm4": "flash_glm4_modeling.FlashGLM4ForCausalLM",
+    "glm4_moe": "flash_glm4_moe_modeling.FlashGLM4MoeForCausalLM",
     "gpt2": "flash_gpt2_modeling.FlashGPT2ForCausalLM",
     "gpt_bigcode": "flash_gpt_bigcode_modeling.FlashGPTBigCodeForCausalLM",
     "gpt_neox": "flash_neox_modeling.FlashGPTNeoXForCausalLM",
+    "gpt_oss": "flash_gpt_oss_modeling.FlashGPTOSSForCausalLM",
     "gptj": "flash_gptj_modeling.FlashGPTJForCausalLM",
     "granite": "flash_granite_modeling.FlashGraniteForCausalLM",
+    "granitemoe": "flash_granite_moe_modeling.FlashGraniteMoeForCausalLM",
     "llama": "flash_llama_modeling.FlashLlamaForCausalLM",
     "mistral": "flash_mistral_modeling.FlashMistralForCausalLM",
+    "mixtral": "flash_mixtral_modeling.FlashMixtralForCausalLM",
     "mpt": "flash_mpt_modeling.FlashMPTForCausalLM",
     "nemotron": "flash_nemotron_modeling.FlashNemotronForCausalLM",
     "olmo2": "flash_olmo2_modeling.FlashOLMo2ForCausalLM",
+    "olmoe": "flash_olmoe_modeling.FlashOLMoEForCausalLM",
     "opt": "flash_opt_modeling.FlashOPTForCausalLM",
     "phi": "flash_phi_modeling.FlashPhiForCausalLM",
     "phi3": "flash_phi3_modeling.FlashPhi3ForCausalLM",
     "qwen2": "flash_qwen2_modeling.FlashQwen2ForCausalLM",
+    "qwen2_moe": "flash_qwen2_moe_modeling.FlashQwen2MoeForCausalLM",
     "qwen3": "flash_qwen3_modeling.FlashQwen3ForCausalLM",
+    "qwen3_moe": "flash_qwen3_moe_modeling.FlashQwen3MoeForCausalLM",
     "smollm3": "flash_smollm3_modeling.FlashSmolLM3ForCausalLM",
     "stablelm": "flash_stablelm_modeling.FlashStableLMForCausalLM",
     "starcoder2": "flash_starcoder2_modeling.FlashStarCoder2ForCausalLM",
+}
+
+# Encoders, which return hidden states for pooling instead of text.
+ENCODERS = {
+    "bert": "bert_modeling.BertEncoder",
+    "distilbert": "bert_modeling.DistilBertEncoder",
+    "modernbert": "modernbert_modeling.ModernBertEncoder",
+    "mpnet": "bert_modeling.MPNetEncoder",
+    "roberta": "bert_modeling.RobertaEncoder",
+    "xlm-roberta": "bert_modeling.RobertaEncoder",
 }
 
 # Maps a model type to a config field. Models that set this field run in padded batches.
@@ -59,8 +76,17 @@ def find_similar_types(model_type: str) -> list[str]:
     return list(dict.fromkeys([*same, *get_close_matches(name, sorted(MODELS))]))
 
 
-def check_model_config(folder: Path, model_id: str, *, needs_adapters: bool = False) -> None:
-    """Raise `ConfigError` if `config.json` shows that the model cannot be served, or cannot be served with adapters."""
+def check_model_config(
+    folder: Path,
+    model_id: str,
+    *,
+    needs_adapters: bool = False,
+    generates: Callable[[Mapping[str, Any]], bool] = lambda _: True,
+) -> None:
+    """Raise `ConfigError` if `config.json` shows that the model cannot be served, or cannot be served with adapters.
+
+    `generates` returns False for the config of a model that is served for pooling instead of text generation.
+    """
     path = folder / MODEL_CONFIG_FILE
     if not path.is_file():
         reason = "not a model folder, because it has no config.json"
@@ -71,7 +97,9 @@ def check_model_config(folder: Path, model_id: str, *, needs_adapters: bool = Fa
         config = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"model {model_id!r}: config.json cannot be read: {error}") from error
-    problem = _find_problem(config, needs_adapters) if isinstance(config, dict) else "config.json is not an object"
+    problem = "config.json is not an object"
+    if isinstance(config, dict):
+        problem = _find_problem(config, needs_adapters, generates) or ""
     if problem:
         raise UnsupportedModelError(f"model {model_id!r}: {problem} (docs/models.md)")
 
@@ -82,18 +110,31 @@ def is_paged(config: Mapping[str, Any]) -> bool:
     return model_type in MODELS and not config.get(PADDED_ONLY_FIELDS.get(model_type, ""))
 
 
-def _find_problem(config: Mapping[str, Any], needs_adapters: bool) -> str | None:
+def is_mxfp4(model_type: Any, stored: Any) -> bool:
+    """Return True if a model's `quantization_config` is MXFP4, which is read exactly into the model's dtype."""
+    return model_type == "gpt_oss" and isinstance(stored, Mapping) and stored.get("quant_method") == "mxfp4"
+
+
+def _find_problem(
+    config: Mapping[str, Any], needs_adapters: bool, generates: Callable[[Mapping[str, Any]], bool]
+) -> str | None:
     """Return the reason why the model cannot be served, or None."""
     model_type, classes, stored = (config.get(n) for n in ("model_type", "architectures", "quantization_config"))
     classes = classes or []
     if not isinstance(model_type, str) or not isinstance(classes, list) or not all(isinstance(c, str) for c in classes):
         return "config.json must contain a `model_type` and a list of `architectures`"
-    if stored and (is_paged(config) or not isinstance(stored, dict) or not stored.get("load_in_8bit")):
+    if (
+        stored
+        and not is_mxfp4(model_type, stored)
+        and (is_paged(config) or not isinstance(stored, dict) or not stored.get("load_in_8bit"))
+    ):
         method = stored.get("quant_method") if isinstance(stored, dict) else stored
         return (
             f"the weights are quantized ({method}), which is not supported; use the model with 16-bit weights and "
             "--quantize, or a GGUF file"
         )
+    if not generates(config):
+        return None
     if not _generates_text(config, model_type, classes):
         return _describe_unsupported(config, model_type, classes)
     if needs_adapters and not is_paged(config):
@@ -127,7 +168,7 @@ def _similar(model_type: str) -> str:
 
 
 def _read_mapping(file: str, name: str) -> frozenset[str] | None:
-    """Return the strings in a table of transformers, read from its source, because importing it takes seconds."""
+    """Return the strings in a transformers table, read from its source file because importing it takes seconds."""
     spec = find_spec("transformers")
     if spec is None or spec.origin is None:
         return None

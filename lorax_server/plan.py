@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from lorax_server.adapters.spec import AdapterSpec
 from lorax_server.errors import LoraxError
-from lorax_server.types import Alternatives, SamplingParams, StopParams
+from lorax_server.types import Alternatives, Pooled, SamplingParams, StopParams
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -20,14 +20,14 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """Tells the workers to prepare an adapter in host memory. `Prepared` reports the result."""
+    """Worker operation: prepare an adapter in host memory. `Prepared` reports the result."""
 
     spec: AdapterSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Tells the workers to copy a prepared adapter to the device."""
+    """Worker operation: copy a prepared adapter to the device."""
 
     identity: str
     index: int  # used in `StepPlan.adapter_indices`
@@ -36,7 +36,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Tells the workers to move an adapter to a lower position in the device buffer."""
+    """Worker operation: move an adapter to a lower position in the device buffer."""
 
     index: int
     source: int
@@ -45,14 +45,14 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Unload:
-    """Tells the workers to free an adapter index. Later steps do not use the index until another adapter is loaded."""
+    """Worker operation: free an adapter index. Later steps do not use the index until another adapter is loaded."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Tells the workers to drop a prepared adapter from host memory."""
+    """Worker operation: drop a prepared adapter from host memory."""
 
     identity: str
 
@@ -89,6 +89,7 @@ class NewSequence(NamedTuple):
     prompt_length: int
     sampling: SamplingParams
     stop: StopParams
+    second_start: int = 0  # see `Request`
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,7 @@ class StepResult:
     prompt_alternatives: Mapping[int, list[Alternatives]] = field(default_factory=dict)
     """Maps indices in `prompt_logprobs` to one entry per log probability, for sequences that request alternatives."""
     loaded: list[int] = field(default_factory=list)  # adapter indices whose load has finished
+    pooled: Sequence[Pooled] = ()  # one result for each sequence with `samples`, if the model does not generate text
 
 
 # --- Capabilities -----------------------------------------------------------------------------------------------------
@@ -156,7 +158,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class RopeRule:
-    """The dependence of RoPE scaling on the prompt length."""
+    """A rule for choosing the RoPE scaling by prompt length."""
 
     unscaled_length: int | None = None  # prompts up to this length are not scaled; None if no prompt is scaled
     by_length: bool = False  # True if each longer prompt length has different angles
@@ -170,7 +172,7 @@ class RopeRule:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Sizes and features of an executor."""
+    """An executor's sizes and supported features."""
 
     vocab_size: int
     max_num_seqs: int  # maximum number of running sequences
@@ -194,3 +196,4 @@ class Capabilities:
     weight_format: str = ""  # how the weights are stored, such as bfloat16 or Q4_K; empty if unknown
     weight_bytes: int = 0
     rope: RopeRule = field(default_factory=RopeRule)
+    task: str = "generate"

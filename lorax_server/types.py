@@ -139,6 +139,7 @@ class Request:
     structure: Structure | None = None
     vocabulary: TokenTable | None = None  # set with `structure` if the adapter changes the vocabulary
     speculation: bool = True  # verify draft tokens, and use the completion for later drafts
+    second_start: int = 0  # first token of the second text in a pair, for models with token types; 0 for one text
 
 
 class FinishReason(IntEnum):
@@ -194,6 +195,13 @@ class SampledToken(NamedTuple):
     alternatives: Alternatives | None = None  # set if the request asks for alternatives
 
 
+class Pooled(NamedTuple):
+    """A pooled result: an embedding, or logits of a sequence or of its tokens."""
+
+    data: bytes  # float32
+    shape: tuple[int, ...]
+
+
 class Output(NamedTuple):
     """One step's result for one request: new tokens, or a failure."""
 
@@ -206,6 +214,7 @@ class Output(NamedTuple):
     prompt_alternatives: list[Alternatives] | None = None  # at the same positions
     num_drafted: int = 0  # draft tokens that the step verified
     num_accepted: int = 0  # draft tokens that were right; the first tokens are these, and one more
+    pooled: Pooled | None = None  # the whole result of a model without text generation
 
     @classmethod
     def failed(cls, request_id: int, error: LoraxError) -> "Output":
@@ -273,6 +282,7 @@ class EngineInfo:
     device: str  # device type, for example cuda
     weight_format: str = ""  # how the weights are stored, such as bfloat16 or Q4_K; empty if unknown
     weight_bytes: int = 0  # on rank 0
+    task: str = "generate"
 
 
 @dataclass
@@ -321,7 +331,7 @@ class EngineStatus(SchedulerCounters, AdapterCounters):
 
 
 class AdapterStage(Enum):
-    """Stages of an adapter on its way to the device. The values appear in API responses."""
+    """An adapter's loading stages. The values appear in API responses."""
 
     DISK = "on disk"
     PREPARING = "being prepared"

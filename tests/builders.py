@@ -15,14 +15,14 @@ CPU = torch.device("cpu")
 ops_of = cache(select_ops)  # a library is loaded once, not for each of thousands of models
 
 
-def how(*, rank: int = 0, ranks: int = 1, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+def weight_options(*, rank: int = 0, ranks: int = 1, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Return keyword arguments for `Weights`: a single CPU rank without communication."""
     group = FakeGroup(rank, ranks)
     return {"device": CPU, "dtype": dtype, "process_group": group, "ops": ops_of(CPU)}
 
 
 def memory_weights(tensors: Mapping[str, torch.Tensor], **options: Any) -> Weights:
-    return Weights(tensors, **how(**options))
+    return Weights(tensors, **weight_options(**options))
 
 
 def adapter_batch(indices: Sequence[int], arena: AdapterArena) -> AdapterBatchData:

@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from tests.demo.server import Demo, serving_demo
-from tests.forks import engines_of, forking
+from tests.forks import forking, forking_engines
 from tests.ranks import RankPool
 
 pytest_plugins = ["tests.leaks"]
@@ -190,7 +190,7 @@ def forks() -> Iterator[ForkServerContext]:
 @pytest.fixture
 def forked_engines(forks: ForkServerContext) -> Iterator[None]:
     """Fork the test's engines, because importing torch takes longer than the test."""
-    with engines_of(forks):
+    with forking_engines(forks):
         yield
 
 

@@ -23,7 +23,7 @@ def forking() -> Iterator[ForkServerContext]:
 
 
 @contextmanager
-def engines_of(made: ForkServerContext) -> Iterator[None]:
+def forking_engines(made: ForkServerContext) -> Iterator[None]:
     """Fork new engines instead of spawning them."""
     contexts = context._concrete_contexts  # type: ignore[attr-defined]
     spawn, contexts["spawn"] = contexts["spawn"], made
@@ -33,7 +33,7 @@ def engines_of(made: ForkServerContext) -> Iterator[None]:
         contexts["spawn"] = spawn
 
 
-def run_apart(
+def run_in_process(
     forks: ForkServerContext, folder: Path, function: Callable[..., Any], *args: Any
 ) -> tuple[int | None, str]:
     """Call a function in a process, and return the exit code and output."""

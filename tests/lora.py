@@ -16,18 +16,20 @@ from lorax_server.adapters.weights import AdapterWeights, ModuleWeights
 from lorax_server.distributed import FakeGroup, ProcessGroup
 from lorax_server.worker.adapter_memory import AdapterMemory
 
-Factors = dict[str, tuple[torch.Tensor, torch.Tensor]]  # target: A [rank, in], B [out, rank], as PEFT has them
+# target: A [rank, in], B [out, rank], as PEFT has them; for experts [experts, rank, in] and [experts, out, rank]
+Factors = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 def random_factors(targets: Mapping[str, AdapterTarget], rank: int, seed: int) -> Factors:
     generator = torch.Generator().manual_seed(seed)
     return {
         name: (
-            torch.randn(rank, target.inputs.full, generator=generator) * 0.3,
-            torch.randn(target.outputs.full, rank, generator=generator) * 0.3,
+            torch.randn(*count, rank, target.inputs.full, generator=generator) * 0.3,
+            torch.randn(*count, target.outputs.full, rank, generator=generator) * 0.3,
         )
         for name, target in targets.items()
-        if target.kind in (TargetKind.LINEAR, TargetKind.HEAD)
+        for count in [() if target.experts is None else (target.experts.num_experts,)]
+        if target.kind in (TargetKind.LINEAR, TargetKind.HEAD, TargetKind.EXPERTS)
     }
 
 
@@ -52,7 +54,7 @@ class GivenAdapter:
 
     def find_rank(self, module: str) -> int:
         lora_a = self._modules[module].lora_a
-        return 0 if lora_a is None else len(lora_a)
+        return 0 if lora_a is None else lora_a.shape[-2]
 
     def load(self, module: str) -> ModuleWeights:
         return self._modules[module]
@@ -100,8 +102,19 @@ def merged(oracle: Any, factors: Factors, scale: float) -> Any:
     """Return the oracle with an adapter merged into its matrices."""
     model = deepcopy(oracle)
     for name, (lora_a, lora_b) in factors.items():
+        if lora_a.dim() == 3:
+            _merge_experts(model, name, lora_b @ lora_a * scale)
+            continue
         module = model.get_submodule(name)
         delta = (lora_b @ lora_a * scale).to(module.weight.device)
         delta = delta.t() if isinstance(module, Conv1D) else delta
         module.weight = nn.Parameter(module.weight + delta)  # a tied head gets a separate matrix
     return model
+
+
+def _merge_experts(model: Any, name: str, delta: torch.Tensor) -> None:
+    parent, _, matrix = name.rpartition(".")
+    experts, inner = model.get_submodule(parent), delta.shape[1]
+    parameter = experts.down_proj if matrix == "down_proj" else experts.gate_up_proj
+    start = inner if matrix == "up_proj" else 0
+    parameter[:, start : start + inner] += delta.to(parameter.device)

@@ -12,7 +12,7 @@ import pytest
 from lorax_server.engine import engine
 from lorax_server.llm import LLM
 from lorax_server.types import SamplingParams, StopParams
-from tests.forks import run_apart
+from tests.forks import run_in_process
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 SCRIPTS = sorted(FOLDER.glob("*.py"))
@@ -42,7 +42,7 @@ def test_report_shows_which_goals_are_met(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.usefixtures("in_benchmarks")
-def test_random_models_and_adapters_are_real_files(tmp_path: Path) -> None:
+def test_random_models_and_adapters_can_be_served(tmp_path: Path) -> None:
     made = importlib.import_module("harness.files")
     made.make_model(tmp_path / "model", made.TINY)
     names = made.make_adapters(tmp_path / "adapters", made.TINY, 2)
@@ -75,8 +75,8 @@ def test_structured_output_is_measured_with_tiny_model(
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-def test_script_prints_help(script: Path, forks: ForkServerContext, tmp_path: Path) -> None:
-    exit_code, printed = run_apart(forks, tmp_path, print_help, script)
+def test_every_script_prints_help(script: Path, forks: ForkServerContext, tmp_path: Path) -> None:
+    exit_code, printed = run_in_process(forks, tmp_path, print_help, script)
     assert exit_code == 0, printed
     assert "--json FILE" in printed
 

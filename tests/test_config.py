@@ -9,7 +9,7 @@ from lorax_server.config import DTYPES, QUANTIZE, EngineConfig, ModelConfig, Ser
 from lorax_server.errors import ConfigError
 
 
-def test_model_config_needs_only_path() -> None:
+def test_model_config_requires_only_path() -> None:
     settings = ModelConfig(Path("model"))
     assert settings.path == Path("model")
     assert (settings.dtype, settings.device, settings.quantize) == (None, "cpu", None)
@@ -74,7 +74,7 @@ SIZES = ["cache_bytes", "adapter_host_bytes", "max_waiting"]
 NOT_NEGATIVE = ["adapter_bytes", "adapter_timeout_s", "adapter_eviction_delay_s", "max_wait_s"]
 
 
-def test_engine_config_needs_only_model() -> None:
+def test_engine_config_requires_only_model() -> None:
     settings = EngineConfig(MODEL)
     assert settings.sources == SourceConfig()
     assert not settings.tenant_weights
@@ -146,7 +146,7 @@ def test_hub_token_is_not_in_repr() -> None:
 
 
 @pytest.mark.parametrize("count", [2, 8])
-def test_several_api_processes_are_rejected(count: int) -> None:
+def test_multiple_api_processes_are_rejected(count: int) -> None:
     with pytest.raises(ConfigError, match=r"40,000 tokens/s; scale out with replicas \(lorax serve --replicas\)"):
         ServerConfig(EngineConfig(ModelConfig(Path("nowhere"))), "base", api_workers=count)
     assert ServerConfig(EngineConfig(ModelConfig(Path("nowhere"))), "base", api_workers=1).api_workers == 1

@@ -23,7 +23,7 @@ from lorax_server.errors import ConfigError
 Cut = Callable[[ProcessGroup], Shard]
 
 
-def places(shard: Shard) -> list[int]:
+def indices(shard: Shard) -> list[int]:
     return [place for start, stop in shard.ranges for place in range(start, stop)]
 
 
@@ -44,11 +44,11 @@ CUTS: dict[str, tuple[int, Cut]] = {
 def test_shards_cover_dimension_exactly_once(cut: str, ranks: int) -> None:
     full, make = CUTS[cut]
     shards = [make(FakeGroup(rank, ranks)) for rank in range(ranks)]
-    held = [place for shard in shards for place in places(shard)]
+    held = [place for shard in shards for place in indices(shard)]
     assert sorted(held) == list(range(full))
     for shard in shards:
         assert shard.full == full
-        assert shard.size == len(places(shard))
+        assert shard.size == len(indices(shard))
         assert shard.is_whole == (ranks == 1)
 
 
@@ -104,11 +104,11 @@ def test_vocabulary_shards_are_equal_except_last() -> None:
 def test_ranks_beyond_vocabulary_are_empty() -> None:
     shards = [shard_vocab(FakeGroup(rank, 4), 5) for rank in range(4)]
     assert [shard.size for shard in shards] == [2, 2, 1, 0]
-    assert places(shards[3]) == []
+    assert indices(shards[3]) == []
     assert shards[3].select(torch.ones(5, 2), dim=0).shape == (0, 2)
 
 
-def test_select_along_dimension() -> None:
+def test_select_returns_shard_along_dimension() -> None:
     x = torch.arange(24).view(4, 6)
     shard = Shard(6, ((0, 1), (3, 5)))
     assert torch.equal(shard.select(x, dim=1), x[:, [0, 3, 4]])
@@ -140,7 +140,7 @@ def test_fake_group_shapes_match_real_group() -> None:
     assert group.all_gather(x, dim=0).shape == (6, 3)
 
 
-def talk_alone(meeting: Path) -> None:
+def run_single_rank_group(meeting: Path) -> None:
     group = join_group(0, 1, f"file://{meeting}", torch.device("cuda"))
     x = torch.arange(6.0, device="cuda").view(2, 3)
     assert (group.rank(), group.size()) == (0, 1)
@@ -152,7 +152,7 @@ def talk_alone(meeting: Path) -> None:
 @pytest.mark.gpu
 def test_nccl_group_with_one_rank(tmp_path: Path) -> None:
     """Use the real backend with one GPU, in a separate process because NCCL keeps its sockets."""
-    process = get_context("spawn").Process(target=talk_alone, args=(tmp_path / "meeting",))
+    process = get_context("spawn").Process(target=run_single_rank_group, args=(tmp_path / "meeting",))
     process.start()
     process.join()
     assert process.exitcode == 0

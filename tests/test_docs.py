@@ -22,7 +22,7 @@ from lorax_server.server.schemas.openai import (
     VllmLoadRequest,
 )
 from lorax_server.server.telemetry.metrics import Metrics
-from tests.forks import run_apart
+from tests.forks import run_in_process
 from tests.models.tiny import LLAMA, SERVED, make_model, make_tokenizer, save
 from tests.parity.adapters.cases import CASES
 
@@ -34,6 +34,8 @@ NOT_YET_ON_A_GPU = {  # of the kinds of adapters: their figure is still to be me
     *("KaSA", "IA3", "IA3 on the head", "IA3 with modules_to_save", "VeRA", "VeRA on the head"),
     *("VeRA without its projections", "LN tuning", "LN tuning of other modules", "modules_to_save: linears"),
     *("modules_to_save: norms of heads", "ensure_weight_tying with rank_pattern"),
+    *("LoRA on experts", "LoRA on experts with rsLoRA", "LoRA on experts with rank_pattern and alpha_pattern"),
+    *("LoRA on modules of each expert", "LoRA on the router", "modules_to_save: router"),
 }
 
 
@@ -75,7 +77,7 @@ def test_no_page_installs_lorax_client_with_dependencies() -> None:
 def test_model_example_runs(tmp_path: Path, forks: ForkServerContext) -> None:
     save(tmp_path / "my-model", make_model(SERVED["stablelm"]()), make_tokenizer())
     (block,) = re.findall(r"```python\n(.*?)```", (DOCS / "generation.md").read_text(), flags=re.DOTALL)
-    exit_code, printed = run_apart(forks, tmp_path, run_block, block, tmp_path)
+    exit_code, printed = run_in_process(forks, tmp_path, run_block, block, tmp_path)
     assert exit_code == 0, printed
     assert "StableLmForCausalLM on" in printed
 
@@ -91,7 +93,7 @@ def test_engine_example_runs(tmp_path: Path, forks: ForkServerContext) -> None:
     adapter = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM"))
     adapter.save_pretrained(str(tmp_path / "my-adapters" / "poet"))
     (block,) = re.findall(r"```python\n(.*?)```", (DOCS / "engine.md").read_text(), flags=re.DOTALL)
-    exit_code, printed = run_apart(forks, tmp_path, run_block, block, tmp_path)
+    exit_code, printed = run_in_process(forks, tmp_path, run_block, block, tmp_path)
     assert exit_code == 0, printed
     assert printed.count(" tokens: ") == 2
 
@@ -107,7 +109,7 @@ def test_engine_settings_match_docs() -> None:
 
 
 def test_rejected_features_are_documented() -> None:
-    names = {"alora_invocation_tokens", "layer_replication", "target_parameters"}
+    names = {"alora_invocation_tokens", "layer_replication"}
     assert names <= set(FIELDS[Method.LORA].unsupported)
     assert all(f"`{name}`" in ADAPTERS for name in names)
     for word in ("Arrow", "KaSA", "QALoRA", "Megatron"):

@@ -36,7 +36,7 @@ def imported_by(statement: str) -> frozenset[str]:
 
 
 @cache
-def imported_beside_others() -> dict[str, frozenset[str]]:
+def find_additional_imports() -> dict[str, frozenset[str]]:
     """Return the modules that each of ours imports beyond torch and transformers."""
     code = f"import os, sys\n{OTHERS}\nbefore = set(sys.modules)\nfor name, statement in {OURS!r}.items():\n"
     code += "    child = os.fork()\n    if not child:\n        exec(statement)\n"
@@ -80,7 +80,7 @@ def test_engine_starts_before_fastapi_import() -> None:
 
 @pytest.mark.slow
 def test_core_has_no_server_imports() -> None:
-    modules = imported_beside_others()["core"]
+    modules = find_additional_imports()["core"]
     assert "lorax_server.layers.linear" in modules
     assert not modules & {"fastapi", "uvicorn", "msgspec", "zmq", "google.protobuf", "triton", "peft"}
 
@@ -100,7 +100,7 @@ def test_second_start_does_not_import_transformers_or_compiler() -> None:
 
 @pytest.mark.slow
 def test_llm_has_no_server_imports() -> None:
-    modules = imported_beside_others()["script"]
+    modules = find_additional_imports()["script"]
     assert "lorax_server.llm" in modules
     assert not modules & {"fastapi", "uvicorn", "msgspec", "zmq", "google.protobuf", "triton", "peft", "boto3"}
     assert not modules & {

@@ -38,7 +38,7 @@ NEW_TOKENS = 12
 STOP = StopParams(max_new_tokens=NEW_TOKENS)
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]
 ADDED = [f"<added-{i}>" for i in range(25)]  # more than the rows of the base model's embedding that are not used
-PATIENCE_S = 120  # only reached if a test fails
+TIMEOUT_S = 120  # only reached if a test fails
 TEXTS = ["the quick brown fox", "hello", "the lazy dog, and the world", "naïve 日本語 there"]
 SMALL: dict[str, Any] = {
     "device": "cpu",
@@ -69,7 +69,7 @@ def write_adapter(base: Any, folder: Path, seed: int, size: float = 0.2, **setti
     return folder
 
 
-class World:
+class ReferenceModels:
     """A model and adapters in folders, and the same model and adapters in transformers and PEFT."""
 
     def __init__(self, folder: Path) -> None:
@@ -95,12 +95,12 @@ class World:
     def ids(self, prompt: str | Sequence[int], tokenizer: Any = None) -> list[int]:
         return list((tokenizer or self.tokenizer)(prompt)["input_ids"]) if isinstance(prompt, str) else list(prompt)
 
-    def answer(self, prompt: str | Sequence[int], adapter: str | None = None) -> tuple[list[int], str]:
-        return answer(self.oracles[adapter], self.tokenizer, self.ids(prompt))
+    def generate(self, prompt: str | Sequence[int], adapter: str | None = None) -> tuple[list[int], str]:
+        return generate_greedy(self.oracles[adapter], self.tokenizer, self.ids(prompt))
 
 
 @torch.no_grad()
-def answer(model: Any, tokenizer: Any, ids: list[int], count: int = NEW_TOKENS) -> tuple[list[int], str]:
+def generate_greedy(model: Any, tokenizer: Any, ids: list[int], count: int = NEW_TOKENS) -> tuple[list[int], str]:
     """Return transformers' greedy tokens and their text."""
     done = model.generate(
         input_ids=torch.tensor([ids]),
@@ -120,13 +120,13 @@ def answer(model: Any, tokenizer: Any, ids: list[int], count: int = NEW_TOKENS) 
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return World(tmp_path_factory.mktemp("world"))
+def reference(tmp_path_factory: pytest.TempPathFactory) -> ReferenceModels:
+    return ReferenceModels(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture(scope="module")
-def shared_llm(world: World) -> Iterator[LLM]:
-    with LLM(world.model, world.adapters, **SMALL) as llm:
+def shared_llm(reference: ReferenceModels) -> Iterator[LLM]:
+    with LLM(reference.model, reference.adapters, **SMALL) as llm:
         yield llm
 
 
@@ -150,7 +150,7 @@ def texts(completions: Sequence[Completion]) -> list[str]:
 
 
 @pytest.fixture
-def in_submit(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], object]], None]:
+def during_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], object]], None]:
     """Return a function that schedules a callback in the middle of the n-th step from now."""
 
     def when(number: int, do: Callable[[], object]) -> None:
@@ -170,29 +170,29 @@ def in_submit(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Calla
 # --- The same as transformers and PEFT --------------------------------------------------------------------------------
 
 
-def test_cache_tokens_are_rounded_up_to_blocks(world: World) -> None:
+def test_cache_tokens_are_rounded_up_to_blocks(reference: ReferenceModels) -> None:
     settings = {name: value for name, value in SMALL.items() if name != "cache_bytes"}
-    with LLM(world.model, **settings | {"cache_tokens": 100, "block_size": 16}) as llm:
+    with LLM(reference.model, **settings | {"cache_tokens": 100, "block_size": 16}) as llm:
         assert llm.status.num_blocks == 7
 
 
-def test_float8_cache_changes_logprobs_slightly(world: World, llm: LLM) -> None:
+def test_float8_cache_changes_logprobs_slightly(reference: ReferenceModels, llm: LLM) -> None:
     prompt = list(range(3, 23))
-    with LLM(world.model, quantize="fp8-kv", **SMALL) as small:
+    with LLM(reference.model, quantize="fp8-kv", **SMALL) as small:
         rounded, exact = (each.generate([prompt], prompt_logprobs=True)[0].prompt_logprobs for each in (small, llm))
     assert rounded != exact
     assert rounded == pytest.approx(exact, abs=0.5)
 
 
-def test_mixed_adapters_match_single_requests(world: World, llm: LLM) -> None:
-    prompts: list[Any] = [text if i % 2 else world.ids(text) for i, text in enumerate(TEXTS * 3)]
-    names = [name for name in (None, *world.adapters) for _ in range(3)]
+def test_mixed_adapters_match_single_requests(reference: ReferenceModels, llm: LLM) -> None:
+    prompts: list[Any] = [text if i % 2 else reference.ids(text) for i, text in enumerate(TEXTS * 3)]
+    names = [name for name in (None, *reference.adapters) for _ in range(3)]
     completions = llm.generate(prompts, stop=STOP, adapter=names)
     for prompt, name, completion in zip(prompts, names, completions, strict=True):
-        token_ids, text = world.answer(prompt, name)
+        token_ids, text = reference.generate(prompt, name)
         assert completion.token_ids == token_ids
         assert completion.text == text
-        assert completion.prompt_ids == world.ids(prompt)
+        assert completion.prompt_ids == reference.ids(prompt)
         assert len(completion.logprobs) == len(token_ids)
         assert completion.finish_reason is (FinishReason.EOS_TOKEN if token_ids[-1] == EOS_ID else FinishReason.LENGTH)
         assert completion.error is None
@@ -204,9 +204,9 @@ def test_mixed_adapters_match_single_requests(world: World, llm: LLM) -> None:
 @pytest.mark.parametrize(
     "prompts", ["hello", ["hello"], ("hello",), [[108, 109, 110]], [108, 109, 110], (108, 109, 110)]
 )
-def test_single_prompt_may_be_text_tokens_or_list(prompts: Any, world: World, llm: LLM) -> None:
+def test_single_prompt_may_be_text_tokens_or_list(prompts: Any, reference: ReferenceModels, llm: LLM) -> None:
     prompt = "hello" if "hello" in prompts else [108, 109, 110]
-    assert texts(llm.generate(prompts, stop=STOP)) == [world.answer(prompt)[1]]
+    assert texts(llm.generate(prompts, stop=STOP)) == [reference.generate(prompt)[1]]
 
 
 def test_numpy_and_torch_token_ids_match_list(llm: LLM) -> None:
@@ -223,8 +223,8 @@ def test_empty_prompt_list_returns_no_completions(llm: LLM) -> None:
     assert llm.generate([], adapter=[]) == []
 
 
-def test_one_adapter_applies_to_all_prompts(world: World, llm: LLM) -> None:
-    expected = [world.answer(text, "second")[1] for text in TEXTS]
+def test_one_adapter_applies_to_all_prompts(reference: ReferenceModels, llm: LLM) -> None:
+    expected = [reference.generate(text, "second")[1] for text in TEXTS]
     assert texts(llm.generate(TEXTS, stop=STOP, adapter="second")) == expected
 
 
@@ -246,10 +246,10 @@ def test_sampling_is_independent_of_batch(llm: LLM) -> None:
     assert other.token_ids != together[0].token_ids
 
 
-def test_prompt_logprobs_and_alternatives_match_transformers(world: World, llm: LLM) -> None:
-    prompts = [world.ids(TEXTS[0]), [7]]
+def test_prompt_logprobs_and_alternatives_match_transformers(reference: ReferenceModels, llm: LLM) -> None:
+    prompts = [reference.ids(TEXTS[0]), [7]]
     found = llm.generate(prompts, SamplingParams(num_alternatives=3), STOP, prompt_logprobs=True)
-    check_logprobs(world.base, prompts, found)
+    check_logprobs(reference.base, prompts, found)
 
 
 @torch.no_grad()
@@ -275,9 +275,9 @@ def stop_within(text: str, tokens: Sequence[int], tokenizer: Any) -> str:
 
 
 @pytest.mark.parametrize("include_stop", [True, False])
-def test_stop_string_finishes_request(include_stop: bool, world: World, llm: LLM) -> None:
-    tokens, text = world.answer(TEXTS[0], "first")
-    wanted = stop_within(text, tokens, world.tokenizer)
+def test_stop_string_finishes_request(include_stop: bool, reference: ReferenceModels, llm: LLM) -> None:
+    tokens, text = reference.generate(TEXTS[0], "first")
+    wanted = stop_within(text, tokens, reference.tokenizer)
     end = text.index(wanted) + len(wanted)
     stop = StopParams(max_new_tokens=NEW_TOKENS, stop_strings=(wanted, "never"), include_stop=include_stop)
     before = llm.status.generated_tokens
@@ -291,18 +291,18 @@ def test_stop_string_finishes_request(include_stop: bool, world: World, llm: LLM
     assert "".join(chunk.text for chunk in llm.stream(TEXTS[0], stop=stop, adapter="first")) == completion.text
 
 
-def test_stop_string_does_not_affect_other_prompts(world: World, llm: LLM) -> None:
-    text = world.answer(TEXTS[0])[1]
+def test_stop_string_does_not_affect_other_prompts(reference: ReferenceModels, llm: LLM) -> None:
+    text = reference.generate(TEXTS[0])[1]
     stop = StopParams(max_new_tokens=NEW_TOKENS, stop_strings=(text[2:5],), include_stop=False)
-    plain = [world.answer(each)[1] for each in TEXTS]
+    plain = [reference.generate(each)[1] for each in TEXTS]
     expected = [each.split(text[2:5])[0] for each in plain]
     assert expected[0] != plain[0]
     assert expected[1:] == plain[1:]
     assert texts(llm.generate(TEXTS, stop=stop)) == expected
 
 
-def test_stop_and_eos_token_ids_set_finish_reason(world: World, llm: LLM) -> None:
-    tokens, _ = world.answer(TEXTS[1])
+def test_stop_and_eos_token_ids_set_finish_reason(reference: ReferenceModels, llm: LLM) -> None:
+    tokens, _ = reference.generate(TEXTS[1])
     (stopped,) = llm.generate(TEXTS[1], stop=StopParams(stop_token_ids=frozenset({tokens[3]})))
     assert stopped.token_ids == tokens[: tokens.index(tokens[3]) + 1]
     assert stopped.finish_reason is FinishReason.STOP_SEQUENCE
@@ -315,7 +315,7 @@ def test_stop_and_eos_token_ids_set_finish_reason(world: World, llm: LLM) -> Non
 
 
 @pytest.mark.parametrize("name", [None, "first", "the third"])
-def test_stream_matches_generate(name: str | None, world: World, llm: LLM) -> None:
+def test_stream_matches_generate(name: str | None, reference: ReferenceModels, llm: LLM) -> None:
     sampling = SamplingParams(num_alternatives=2)
     chunks = list(llm.stream(TEXTS[3], sampling, STOP, adapter=name))
     (whole,) = llm.generate(TEXTS[3], sampling, STOP, adapter=name)
@@ -344,7 +344,7 @@ def test_garbage_collected_stream_releases_everything(llm: LLM) -> None:
     assert_idle(llm)
 
 
-def test_garbage_collection_of_stream_during_step_is_safe(llm: LLM, in_submit: Any) -> None:
+def test_garbage_collection_of_stream_during_step_is_safe(llm: LLM, during_step: Any) -> None:
     """The garbage collector may run at any time, also in a thread that holds the lock."""
 
     def forget() -> "weakref.ref[Any]":
@@ -360,7 +360,7 @@ def test_garbage_collection_of_stream_during_step_is_safe(llm: LLM, in_submit: A
         stream = forget()
         expected = texts(llm.generate(TEXTS[1], stop=STOP))
         assert stream() is not None
-        in_submit(2, gc.collect)
+        during_step(2, gc.collect)
         assert texts(llm.generate(TEXTS[1], stop=STOP)) == expected
         assert stream() is None
     finally:
@@ -368,7 +368,7 @@ def test_garbage_collection_of_stream_during_step_is_safe(llm: LLM, in_submit: A
     assert_idle(llm)
 
 
-def test_interleaved_streams_match_single_requests(world: World, llm: LLM) -> None:
+def test_interleaved_streams_match_single_requests(reference: ReferenceModels, llm: LLM) -> None:
     names = [None, "first", "second"]
     streams = [llm.stream(TEXTS[i], stop=STOP, adapter=name) for i, name in enumerate(names)]
     found = [""] * len(streams)
@@ -379,22 +379,22 @@ def test_interleaved_streams_match_single_requests(world: World, llm: LLM) -> No
         left -= set() if chunk else {i}
         if not left:
             break
-    assert found == [world.answer(TEXTS[i], name)[1] for i, name in enumerate(names)]
+    assert found == [reference.generate(TEXTS[i], name)[1] for i, name in enumerate(names)]
 
 
-def test_stream_continues_after_generate(world: World, llm: LLM) -> None:
+def test_stream_continues_after_generate(reference: ReferenceModels, llm: LLM) -> None:
     stream = llm.stream(TEXTS[0], stop=STOP)
     first = next(stream)
-    assert texts(llm.generate(TEXTS[1:3], stop=STOP)) == [world.answer(text)[1] for text in TEXTS[1:3]]
-    assert first.text + "".join(chunk.text for chunk in stream) == world.answer(TEXTS[0])[1]
+    assert texts(llm.generate(TEXTS[1:3], stop=STOP)) == [reference.generate(text)[1] for text in TEXTS[1:3]]
+    assert first.text + "".join(chunk.text for chunk in stream) == reference.generate(TEXTS[0])[1]
 
 
 # --- Threads ----------------------------------------------------------------------------------------------------------
 
 
-def test_threads_sharing_llm_get_correct_completions(world: World, llm: LLM) -> None:
-    names = [None, *world.adapters]
-    expected = {name: [world.answer(text, name)[1] for text in TEXTS] for name in names}
+def test_threads_sharing_llm_get_correct_completions(reference: ReferenceModels, llm: LLM) -> None:
+    names = [None, *reference.adapters]
+    expected = {name: [reference.generate(text, name)[1] for text in TEXTS] for name in names}
 
     def work(number: int) -> list[str]:
         name = names[number % len(names)]
@@ -408,7 +408,7 @@ def test_threads_sharing_llm_get_correct_completions(world: World, llm: LLM) -> 
         assert answer_ == expected[names[number % len(names)]]
 
 
-def test_error_affects_only_its_thread(world: World, llm: LLM) -> None:
+def test_error_affects_only_its_thread(reference: ReferenceModels, llm: LLM) -> None:
     wrong: list[Any] = [TEXTS[0], []]
 
     def work(number: int) -> list[str]:
@@ -420,7 +420,7 @@ def test_error_affects_only_its_thread(world: World, llm: LLM) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(work, range(8)))
-    assert answers[::2] == [[world.answer(text)[1] for text in TEXTS]] * 4
+    assert answers[::2] == [[reference.generate(text)[1] for text in TEXTS]] * 4
 
 
 def test_stream_is_complete_if_another_thread_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,12 +436,12 @@ def test_stream_is_complete_if_another_thread_steps(llm: LLM, monkeypatch: pytes
         append_output(output)
         if run.is_done:
             inside.set()
-            assert go_on.wait(PATIENCE_S)
+            assert go_on.wait(TIMEOUT_S)
 
     monkeypatch.setattr(run, "append_output", slowly)
     other = threading.Thread(target=lambda: llm.generate(TEXTS[1], stop=StopParams(max_new_tokens=30)))
     other.start()
-    assert inside.wait(PATIENCE_S)
+    assert inside.wait(TIMEOUT_S)
     reader = threading.Thread(target=lambda: parts.extend(chunk.text for chunk in stream))
     reader.start()
     go_on.set()
@@ -453,8 +453,8 @@ def test_stream_is_complete_if_another_thread_steps(llm: LLM, monkeypatch: pytes
 # --- Errors -----------------------------------------------------------------------------------------------------------
 
 
-def damage(world: World, folder: Path, what: str) -> Path:
-    shutil.copytree(world.adapters["first"], folder)
+def write_damaged_adapter(reference: ReferenceModels, folder: Path, what: str) -> Path:
+    shutil.copytree(reference.adapters["first"], folder)
     weights = folder / "adapter_model.safetensors"
     if what == "cut short":
         weights.write_bytes(weights.read_bytes()[:-100])
@@ -473,7 +473,7 @@ def damage(world: World, folder: Path, what: str) -> Path:
         config = json.loads((folder / "adapter_config.json").read_text()) | {"target_modules": TARGETS[1:]}
         (folder / "adapter_config.json").write_text(json.dumps(config))
     elif what == "expanded":
-        rank, hidden_size = 64 * VOCAB, world.base.config.hidden_size
+        rank, hidden_size = 64 * VOCAB, reference.base.config.hidden_size
         factors = {"A": torch.ones(rank, hidden_size), "B": torch.ones(VOCAB, 64)}
         save_file({f"base_model.model.lm_head.lora_{name}.weight": factors[name] for name in "AB"}, weights)
         blocks = {"target_modules_bd_a": [], "target_modules_bd_b": ["lm_head"], "nblocks": VOCAB}
@@ -486,16 +486,16 @@ DAMAGES = ["cut short", "not json", "not finite", "no weights", "tokenizer", "ot
 
 
 @pytest.fixture(scope="module")
-def broken_llm(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+def broken_llm(reference: ReferenceModels, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     folder = tmp_path_factory.mktemp("damaged")
-    damaged = {what: damage(world, folder / what, what) for what in DAMAGES}
+    damaged = {what: write_damaged_adapter(reference, folder / what, what) for what in DAMAGES}
     gone = folder / "gone"
-    with LLM(world.model, world.adapters | damaged | {"gone": gone}, **SMALL) as llm:
+    with LLM(reference.model, reference.adapters | damaged | {"gone": gone}, **SMALL) as llm:
         yield llm
 
 
 @pytest.mark.parametrize("what", [*DAMAGES[:-1], pytest.param(DAMAGES[-1], marks=pytest.mark.slow), "gone", "unknown"])
-def test_invalid_adapter_fails_only_its_prompts(what: str, world: World, broken_llm: LLM) -> None:
+def test_invalid_adapter_fails_only_its_prompts(what: str, reference: ReferenceModels, broken_llm: LLM) -> None:
     names = ["first", what, None, what]
     for _ in range(2):  # also while the failure is remembered
         with pytest.raises(AdapterError) as caught:
@@ -504,7 +504,7 @@ def test_invalid_adapter_fails_only_its_prompts(what: str, world: World, broken_
         assert_idle(broken_llm)
         completions = broken_llm.generate(TEXTS, stop=STOP, adapter=names, on_error="return")
         assert [type(each.error) for each in completions] == [type(None), type(caught.value)] * 2
-        assert texts(completions[::2]) == [world.answer(TEXTS[0], "first")[1], world.answer(TEXTS[2])[1]]
+        assert texts(completions[::2]) == [reference.generate(TEXTS[0], "first")[1], reference.generate(TEXTS[2])[1]]
         assert texts(completions[1::2]) == ["", ""]
         assert_idle(broken_llm)
     with pytest.raises(type(caught.value)):
@@ -513,7 +513,7 @@ def test_invalid_adapter_fails_only_its_prompts(what: str, world: World, broken_
         broken_llm.generate("hello", adapter=what)
 
 
-def test_adapter_expanding_beyond_host_memory_is_rejected_unread(broken_llm: LLM) -> None:
+def test_adapter_expanding_beyond_host_memory_is_rejected_before_reading(broken_llm: LLM) -> None:
     """BD-LoRA factor B needs a thousand times more space in memory than in the file."""
     with pytest.raises(AdapterError, match=r"may need \d+ bytes of host memory; .* raise adapter_host_bytes"):
         broken_llm.load_adapter("expanded")
@@ -550,7 +550,9 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("prompt", "message"), BAD_PROMPTS)
-def test_invalid_prompt_fails_only_its_completion(prompt: Any, message: str, world: World, llm: LLM) -> None:
+def test_invalid_prompt_fails_only_its_completion(
+    prompt: Any, message: str, reference: ReferenceModels, llm: LLM
+) -> None:
     prompts = [TEXTS[0], prompt, TEXTS[1]]
     with pytest.raises(InputError, match=message):
         llm.generate(prompts, stop=STOP)
@@ -558,7 +560,7 @@ def test_invalid_prompt_fails_only_its_completion(prompt: Any, message: str, wor
     first, bad, last = llm.generate(prompts, stop=STOP, on_error="return")
     assert isinstance(bad.error, InputError)
     assert bad.finish_reason is None
-    assert texts([first, last]) == [world.answer(TEXTS[0])[1], world.answer(TEXTS[1])[1]]
+    assert texts([first, last]) == [reference.generate(TEXTS[0])[1], reference.generate(TEXTS[1])[1]]
 
 
 def test_invalid_arguments_raise_input_error(llm: LLM) -> None:
@@ -596,12 +598,12 @@ def test_error_during_generation_keeps_partial_text(llm: LLM, monkeypatch: pytes
 
 @pytest.mark.parametrize("error", [ValueError("a bug"), InputError("a bug")])
 def test_invalid_output_does_not_affect_other_requests(
-    error: Exception, world: World, llm: LLM, monkeypatch: pytest.MonkeyPatch
+    error: Exception, reference: ReferenceModels, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     append_output = Generation.append_output
 
     def fail(run: Generation, output: Any) -> None:
-        if run.completion.prompt_ids == world.ids(TEXTS[0]) and len(run.completion.token_ids) == 3:
+        if run.completion.prompt_ids == reference.ids(TEXTS[0]) and len(run.completion.token_ids) == 3:
             raise error
         append_output(run, output)
 
@@ -610,7 +612,7 @@ def test_invalid_output_does_not_affect_other_requests(
     assert isinstance(failed.error, LoraxError)
     assert "a bug" in str(failed.error)
     assert len(failed.token_ids) == 3
-    assert texts(others) == [world.answer(text)[1] for text in TEXTS[1:]]
+    assert texts(others) == [reference.generate(text)[1] for text in TEXTS[1:]]
     assert_idle(llm)
     with pytest.raises(LoraxError, match="a bug"):
         list(llm.stream(TEXTS[0], stop=STOP))
@@ -620,11 +622,13 @@ def test_invalid_output_does_not_affect_other_requests(
 @pytest.mark.parametrize(
     "poison", [{"size": 1e18}, {"size": 3e10, "lora_alpha": 1e18}], ids=["huge weights", "huge scale"]
 )
-def test_nan_adapter_does_not_affect_other_adapters(world: World, tmp_path: Path, poison: dict[str, Any]) -> None:
+def test_nan_adapter_does_not_affect_other_adapters(
+    reference: ReferenceModels, tmp_path: Path, poison: dict[str, Any]
+) -> None:
     """The weights are finite, but the logits are NaN. Other requests share its steps and later its blocks."""
-    write_adapter(copy.deepcopy(world.base), tmp_path / "poison", 3, **poison)
-    adapters = {"poison": tmp_path / "poison", "first": world.adapters["first"]}
-    with LLM(world.model, adapters, **SMALL) as llm:
+    write_adapter(copy.deepcopy(reference.base), tmp_path / "poison", 3, **poison)
+    adapters = {"poison": tmp_path / "poison", "first": reference.adapters["first"]}
+    with LLM(reference.model, adapters, **SMALL) as llm:
         prompts, names = [*TEXTS, *TEXTS], ["poison", None, "first", "poison", "first", "poison", None, "first"]
         for _ in range(3):
             for prompt, name, found in zip(
@@ -633,67 +637,67 @@ def test_nan_adapter_does_not_affect_other_adapters(world: World, tmp_path: Path
                 if name == "poison":
                     assert "are NaN" in str(found.error)
                 else:
-                    assert found.text == world.answer(prompt, name)[1]
+                    assert found.text == reference.generate(prompt, name)[1]
 
 
 # --- Adapter locations ------------------------------------------------------------------------------------------------
 
 
-def test_adapters_outside_folder_are_not_found(world: World, tmp_path: Path) -> None:
-    with LLM(str(world.model), str(world.root), **SMALL) as llm:
-        for name in ("first", str(world.root / "second")):
-            expected = world.answer("hello", Path(name).name)[1]
+def test_adapters_outside_folder_are_not_found(reference: ReferenceModels, tmp_path: Path) -> None:
+    with LLM(str(reference.model), str(reference.root), **SMALL) as llm:
+        for name in ("first", str(reference.root / "second")):
+            expected = reference.generate("hello", Path(name).name)[1]
             assert texts(llm.generate("hello", stop=STOP, adapter=name)) == [expected]
-        for outside in (str(world.adapters["the third"]), "../else where/third (copy)", "/etc", "nothing"):
+        for outside in (str(reference.adapters["the third"]), "../else where/third (copy)", "/etc", "nothing"):
             with pytest.raises(AdapterNotFoundError, match="no such folder below"):
                 llm.generate("hello", adapter=outside)
         assert_idle(llm)
 
 
 def test_adapter_names_can_map_to_paths_and_links(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reference: ReferenceModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Use relative paths, two names for one folder, and links as in the hub cache."""
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
-    shutil.copytree(world.adapters["second"], blobs)
+    shutil.copytree(reference.adapters["second"], blobs)
     snapshot.mkdir(parents=True)
     for file in blobs.iterdir():
         (snapshot / file.name).symlink_to(os.path.relpath(file, snapshot))
-    shutil.copytree(world.adapters["first"], tmp_path / "near" / "one")
+    shutil.copytree(reference.adapters["first"], tmp_path / "near" / "one")
     monkeypatch.chdir(tmp_path / "near")
     adapters: dict[str, str | Path]
-    adapters = {"a b": "one", "twin": Path("one"), "ü/…": world.adapters["the third"], "linked": "../snapshots/abc"}
-    with LLM(world.model, adapters, **SMALL) as llm:
+    adapters = {"a b": "one", "twin": Path("one"), "ü/…": reference.adapters["the third"], "linked": "../snapshots/abc"}
+    with LLM(reference.model, adapters, **SMALL) as llm:
         monkeypatch.chdir("/")
         found = llm.generate(["hello"] * 4, stop=STOP, adapter=list(adapters))
         status = llm.status
         with pytest.raises(AdapterNotFoundError):  # not even by its path
-            llm.generate("hello", adapter=str(world.adapters["second"]))
-    expected = [world.answer("hello", name)[1] for name in ("first", "first", "the third", "second")]
+            llm.generate("hello", adapter=str(reference.adapters["second"]))
+    expected = [reference.generate("hello", name)[1] for name in ("first", "first", "the third", "second")]
     assert texts(found) == expected
     assert status.adapters_prepared == 3  # both names share one adapter
 
 
-def test_llm_without_adapters_rejects_adapter(world: World) -> None:
+def test_llm_without_adapters_rejects_adapter(reference: ReferenceModels) -> None:
     nothings: list[Any] = [None, {}]
     for adapters in nothings:
-        with LLM(world.model, adapters, **SMALL) as llm:
-            assert texts(llm.generate("hello", stop=STOP)) == [world.answer("hello")[1]]
+        with LLM(reference.model, adapters, **SMALL) as llm:
+            assert texts(llm.generate("hello", stop=STOP)) == [reference.generate("hello")[1]]
             with pytest.raises(AdapterError):
                 llm.generate("hello", adapter="first")
 
 
-def test_replaced_adapter_files_are_used_by_next_request(world: World, tmp_path: Path) -> None:
+def test_replaced_adapter_files_are_used_by_next_request(reference: ReferenceModels, tmp_path: Path) -> None:
     folder = tmp_path / "changing"
-    shutil.copytree(world.adapters["first"], folder)
-    with LLM(world.model, {"x": folder}, **SMALL) as llm:
-        assert texts(llm.generate("hello", stop=STOP, adapter="x")) == [world.answer("hello", "first")[1]]
+    shutil.copytree(reference.adapters["first"], folder)
+    with LLM(reference.model, {"x": folder}, **SMALL) as llm:
+        assert texts(llm.generate("hello", stop=STOP, adapter="x")) == [reference.generate("hello", "first")[1]]
         for name in ("second", "the third", "first"):
-            shutil.copytree(world.adapters[name], folder, dirs_exist_ok=True)
-            assert texts(llm.generate("hello", stop=STOP, adapter="x")) == [world.answer("hello", name)[1]]
+            shutil.copytree(reference.adapters[name], folder, dirs_exist_ok=True)
+            assert texts(llm.generate("hello", stop=STOP, adapter="x")) == [reference.generate("hello", name)[1]]
         llm.load_adapter("x", pin=True)
         assert llm.status.adapters_on_device == 3
-        shutil.copytree(world.adapters["second"], folder, dirs_exist_ok=True)
+        shutil.copytree(reference.adapters["second"], folder, dirs_exist_ok=True)
         llm.unload_adapter("x")  # both versions: the loaded one and the current one
         assert llm.status.adapters_on_device == 1
         llm.load_adapter("x", pin=True)
@@ -703,8 +707,8 @@ def test_replaced_adapter_files_are_used_by_next_request(world: World, tmp_path:
         assert_idle(llm)
 
 
-def test_start_seconds_lists_all_phases(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", logger="lorax_server"), LLM(world.model, world.adapters, **SMALL) as llm:
+def test_start_seconds_lists_all_phases(reference: ReferenceModels, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="lorax_server"), LLM(reference.model, reference.adapters, **SMALL) as llm:
         assert list(llm.start_seconds) == ["tokenizer", "imports", "kernels", "weights", "memory", "graphs", "adapters"]
         assert all(seconds >= 0 for seconds in llm.start_seconds.values())
     (said,) = [record.message for record in caplog.records if record.message.startswith("started in ")]
@@ -712,8 +716,8 @@ def test_start_seconds_lists_all_phases(world: World, caplog: pytest.LogCaptureF
     assert sum(record.message.startswith("memory: weights ") for record in caplog.records) == 1
 
 
-def test_pinned_adapter_stays_loaded_until_unload(world: World) -> None:
-    with LLM(world.model, world.adapters, **SMALL | {"adapter_bytes": 14_000}) as llm:  # room for one
+def test_pinned_adapter_stays_loaded_until_unload(reference: ReferenceModels) -> None:
+    with LLM(reference.model, reference.adapters, **SMALL | {"adapter_bytes": 14_000}) as llm:  # room for one
         llm.load_adapter("first")
         assert (llm.status.adapters_on_device, llm.status.adapters_loaded) == (1, 1)
         llm.generate("hello", stop=STOP, adapter="first")
@@ -724,27 +728,29 @@ def test_pinned_adapter_stays_loaded_until_unload(world: World) -> None:
             llm.generate("hello", stop=STOP, adapter="first")
         llm.unload_adapter("second")
         assert llm.status.adapters_on_device == 0
-        assert texts(llm.generate("hello", stop=STOP, adapter="the third")) == [world.answer("hello", "the third")[1]]
+        assert texts(llm.generate("hello", stop=STOP, adapter="the third")) == [
+            reference.generate("hello", "the third")[1]
+        ]
         llm.unload_adapter("first")  # which is not there
         assert_idle(llm)
 
 
-def test_adapter_with_added_tokens_matches_peft(world: World, tmp_path: Path) -> None:
+def test_adapter_with_added_tokens_matches_peft(reference: ReferenceModels, tmp_path: Path) -> None:
     """Tokens that an adapter adds to the vocabulary are tokenized, generated and decoded as with PEFT."""
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(ADDED[:-1])
     tokenizer.add_special_tokens({"additional_special_tokens": ADDED[-1:]})
     assert len(tokenizer) > VOCAB
-    base = copy.deepcopy(world.base)
+    base = copy.deepcopy(reference.base)
     torch.manual_seed(11)
     base.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     for matrix in (base.get_input_embeddings().weight, base.get_output_embeddings().weight):
         matrix.data[VOCAB:].normal_(0, 0.4)
     folder = write_adapter(base, tmp_path / "tokens", 5, target_modules=["q_proj", "v_proj"])
     tokenizer.save_pretrained(folder)
-    oracle = world.load(folder, len(tokenizer))
+    oracle = reference.load(folder, len(tokenizer))
     prompts = [f"hello {ADDED[-2]} the {ADDED[3]}", f"{ADDED[-1]}dog"]
-    with LLM(world.model, {"tokens": folder} | world.adapters, **SMALL) as llm:
+    with LLM(reference.model, {"tokens": folder} | reference.adapters, **SMALL) as llm:
         completions = llm.generate([*prompts, prompts[0]], stop=STOP, adapter=["tokens", "tokens", None])
         (with_bias,) = llm.generate(
             prompts[0], SamplingParams(logit_bias={VOCAB + 1: 1e5}), StopParams(max_new_tokens=2), adapter="tokens"
@@ -760,43 +766,47 @@ def test_adapter_with_added_tokens_matches_peft(world: World, tmp_path: Path) ->
         ids = tokenizer(prompt)["input_ids"]
         assert max(ids) >= VOCAB
         assert completion.prompt_ids == ids
-        assert (completion.token_ids, completion.text) == answer(oracle, tokenizer, ids)
-    assert completions[2].text == world.answer(prompts[0])[1]
+        assert (completion.token_ids, completion.text) == generate_greedy(oracle, tokenizer, ids)
+    assert completions[2].text == reference.generate(prompts[0])[1]
     assert with_bias.text == tokenizer.convert_ids_to_tokens(VOCAB + 1) * 2
     ids = other("the quick")["input_ids"]
     assert len(other) - 1 in ids
     assert changed.prompt_ids == ids
-    assert (changed.token_ids, changed.text) == answer(oracle, other, ids)
+    assert (changed.token_ids, changed.text) == generate_greedy(oracle, other, ids)
 
 
-def test_adapter_tokenizer_cache_is_bounded(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapter_tokenizer_cache_is_bounded(
+    reference: ReferenceModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At most two adapter tokenizers are cached, and transformers never loads them in this process."""
     monkeypatch.setattr(adapter_tokenizers, "MAX_OWN_TOKENIZERS", 2)
     folders = {str(number): tmp_path / str(number) for number in range(4)}
     for number, folder in folders.items():
-        shutil.copytree(world.adapters["first"], folder)
+        shutil.copytree(reference.adapters["first"], folder)
         tokenizer = make_tokenizer()
         tokenizer.add_tokens([f"<{number}>"])
         tokenizer.save_pretrained(folder)
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", _not_here)
-    with LLM(world.model, folders, **SMALL) as llm:
+    with LLM(reference.model, folders, **SMALL) as llm:
         names = [*folders, "0", "3", "3"]
         completions = llm.generate(["hello"] * len(names), stop=STOP, adapter=names)
         assert len(llm._tokenizers._own) == 2
-    assert texts(completions) == [world.answer("hello", "first")[1]] * len(names)
+    assert texts(completions) == [reference.generate("hello", "first")[1]] * len(names)
 
 
 @pytest.mark.parametrize("problem", [ConfigError("takes longer than 60 s"), OSError(28, "No space left on device")])
 def test_failed_tokenizer_is_retried(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: Exception
+    reference: ReferenceModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: Exception
 ) -> None:
-    shutil.copytree(world.adapters["first"], tmp_path / "own")
+    shutil.copytree(reference.adapters["first"], tmp_path / "own")
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["<own>"])
     tokenizer.save_pretrained(tmp_path / "own")
-    with LLM(world.model, {"own": tmp_path / "own"}, **SMALL) as llm:
+    with LLM(reference.model, {"own": tmp_path / "own"}, **SMALL) as llm:
         clock = Clock()
-        llm._tokenizers = adapter_tokenizers.AdapterTokenizers(llm._tokenizer, world.model, llm._sandbox, clock=clock)
+        llm._tokenizers = adapter_tokenizers.AdapterTokenizers(
+            llm._tokenizer, reference.model, llm._sandbox, clock=clock
+        )
         with monkeypatch.context() as patch:
             patch.setattr(adapter_tokenizers, "load_own_tokenizer", tried := Mock(side_effect=problem))
             failed = llm.generate(["hello"] * 3, stop=STOP, adapter="own", on_error="return")
@@ -805,14 +815,14 @@ def test_failed_tokenizer_is_retried(
         assert len({str(each.error) for each in failed}) == 1
         clock.now += adapter_tokenizers.FAILURE_TTL_S
         (completion,) = llm.generate("hello", stop=STOP, adapter="own")
-    assert completion.text == world.answer("hello", "first")[1]
+    assert completion.text == reference.generate("hello", "first")[1]
 
 
-def test_thread_settings_are_unchanged(world: World) -> None:
+def test_thread_settings_are_unchanged(reference: ReferenceModels) -> None:
     before = sys.getswitchinterval()
     sys.setswitchinterval(0.004)
     try:
-        with LLM(world.model, **SMALL):
+        with LLM(reference.model, **SMALL):
             assert sys.getswitchinterval() == pytest.approx(0.004)
     finally:
         sys.setswitchinterval(before)
@@ -826,16 +836,16 @@ def _not_here(*args: Any, **kwargs: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_fallback_architecture_matches_transformers(tmp_path: Path, world: World) -> None:
+def test_fallback_architecture_matches_transformers(tmp_path: Path, reference: ReferenceModels) -> None:
     config = SERVED["codegen"]()
     assert config.model_type not in MODELS
     oracle, tokenizer = make_model(config), make_tokenizer()
     folder = save(tmp_path / "model", oracle, tokenizer)
-    with LLM(folder, world.adapters, max_num_seqs=3) as llm:  # wherever such models run
+    with LLM(folder, reference.adapters, max_num_seqs=3) as llm:  # wherever such models run
         prompts = [tokenizer(text)["input_ids"] for text in TEXTS]
         found = llm.generate(TEXTS, SamplingParams(num_alternatives=3), STOP, prompt_logprobs=True)
         for prompt, completion in zip(prompts, found, strict=True):
-            assert (completion.token_ids, completion.text) == answer(oracle, tokenizer, prompt)
+            assert (completion.token_ids, completion.text) == generate_greedy(oracle, tokenizer, prompt)
         check_logprobs(oracle, prompts, found)
         assert llm.generate([7], stop=STOP, prompt_logprobs=True)[0].prompt_logprobs == []
         assert "".join(chunk.text for chunk in llm.stream(TEXTS[0], stop=STOP)) == found[0].text
@@ -889,11 +899,13 @@ def interrupt() -> Iterator[Callable[[], None]]:
 
 
 @pytest.mark.parametrize("number", [0, 1, 4])
-def test_llm_is_usable_after_sigint(number: int, world: World, llm: LLM, in_submit: Any, interrupt: Any) -> None:
-    expected = [world.answer(text, "first")[1] for text in TEXTS]
+def test_llm_is_usable_after_sigint(
+    number: int, reference: ReferenceModels, llm: LLM, during_step: Any, interrupt: Any
+) -> None:
+    expected = [reference.generate(text, "first")[1] for text in TEXTS]
     assert texts(llm.generate(TEXTS, stop=STOP, adapter="first")) == expected
     steps = llm.status.steps
-    in_submit(number, interrupt)
+    during_step(number, interrupt)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(TEXTS, stop=STOP, adapter="first")
     assert llm.status.steps == steps + number + 1  # the interrupted step was completed
@@ -903,19 +915,19 @@ def test_llm_is_usable_after_sigint(number: int, world: World, llm: LLM, in_subm
 
 
 def test_sigint_between_steps_leaves_engine_idle(
-    world: World, llm: LLM, monkeypatch: pytest.MonkeyPatch, interrupt: Callable[[], None]
+    reference: ReferenceModels, llm: LLM, monkeypatch: pytest.MonkeyPatch, interrupt: Callable[[], None]
 ) -> None:
     monkeypatch.setattr(llm, "_finish", lambda *_: interrupt())
     with pytest.raises(KeyboardInterrupt):
         llm.generate(TEXTS, stop=STOP)
     monkeypatch.undo()
     assert_idle(llm)
-    assert texts(llm.generate(TEXTS[0], stop=STOP)) == [world.answer(TEXTS[0])[1]]
+    assert texts(llm.generate(TEXTS[0], stop=STOP)) == [reference.generate(TEXTS[0])[1]]
 
 
 @pytest.fixture
-def mortal(world: World) -> Iterator[LLM]:
-    llm = LLM(world.model, world.adapters, **SMALL)
+def closable_llm(reference: ReferenceModels) -> Iterator[LLM]:
+    llm = LLM(reference.model, reference.adapters, **SMALL)
     yield llm
     llm.close()
 
@@ -932,65 +944,65 @@ def use(llm: LLM) -> list[Callable[[], object]]:
     ]
 
 
-def test_closed_llm_raises(mortal: LLM) -> None:
-    mortal.generate("hello", adapter="first")
-    stream = mortal.stream("hello", stop=STOP)
+def test_closed_llm_raises(closable_llm: LLM) -> None:
+    closable_llm.generate("hello", adapter="first")
+    stream = closable_llm.stream("hello", stop=STOP)
     next(stream)
-    engine = weakref.ref(mortal._engine)
-    mortal.close()
-    mortal.close()
+    engine = weakref.ref(closable_llm._engine)
+    closable_llm.close()
+    closable_llm.close()
     with pytest.raises(EngineError, match="this LLM is closed"):
         list(stream)
-    for call in use(mortal):
+    for call in use(closable_llm):
         with pytest.raises(EngineError, match="this LLM is closed"):
             call()
-    with mortal:
+    with closable_llm:
         pass
-    until = time.monotonic() + PATIENCE_S
+    until = time.monotonic() + TIMEOUT_S
     while engine() is not None:  # the threads that looked for adapters may hold it until they end
         assert time.monotonic() < until, "the memory is not given back"
         time.sleep(0.01)
         gc.collect()
 
 
-def test_close_fails_running_threads(mortal: LLM) -> None:
+def test_close_fails_running_threads(closable_llm: LLM) -> None:
     began = threading.Event()
     errors: list[BaseException] = []
 
     def work() -> None:
         try:
-            for _ in mortal.stream("hello", stop=StopParams(max_new_tokens=100, ignore_eos=True)):
+            for _ in closable_llm.stream("hello", stop=StopParams(max_new_tokens=100, ignore_eos=True)):
                 began.set()
-                assert closed.wait(PATIENCE_S)
+                assert closed.wait(TIMEOUT_S)
         except EngineError as error:
             errors.append(error)
 
     closed = threading.Event()
     thread = threading.Thread(target=work)
     thread.start()
-    assert began.wait(PATIENCE_S)
-    mortal.close()
+    assert began.wait(TIMEOUT_S)
+    closable_llm.close()
     closed.set()
     thread.join()
     assert [str(error) for error in errors] == ["this LLM is closed"]
 
 
-def test_engine_failure_fails_all_threads(mortal: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = mortal.stream("hello", stop=STOP)
+def test_engine_failure_fails_all_threads(closable_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = closable_llm.stream("hello", stop=STOP)
     next(stream)
 
     def fail(plan: Any) -> None:
         raise RuntimeError("the device is lost")
 
-    monkeypatch.setattr(mortal._engine._executor, "submit", fail)
+    monkeypatch.setattr(closable_llm._engine._executor, "submit", fail)
     with pytest.raises(RuntimeError, match="the device is lost"):
-        mortal.generate("hello")
+        closable_llm.generate("hello")
     with pytest.raises(EngineError, match="failed: the device is lost"):
         list(stream)
-    for call in use(mortal):
+    for call in use(closable_llm):
         with pytest.raises(EngineError, match="the engine of this LLM failed: the device is lost"):
             call()
-    mortal.close()
+    closable_llm.close()
 
 
 @pytest.mark.slow

@@ -10,8 +10,8 @@ from lorax_server import machine
 from lorax_server.machine import count_cores, free_bytes, machine_bytes
 
 PHYSICAL, LIMIT, USED, OF_FILES = 2**40, 2**26, 3 * 2**24, 2**22
-NEW = {"memory.max": LIMIT, "memory.current": USED, "memory.stat": f"anon 5\ninactive_file {OF_FILES}\n"}
-OLD = {
+CGROUP_V2 = {"memory.max": LIMIT, "memory.current": USED, "memory.stat": f"anon 5\ninactive_file {OF_FILES}\n"}
+CGROUP_V1 = {
     "memory.limit_in_bytes": LIMIT,
     "memory.usage_in_bytes": USED,
     "memory.stat": f"inactive_file 1\ntotal_inactive_file {OF_FILES}\n",
@@ -34,12 +34,12 @@ def write(folder: Path, files: Mapping[str, object]) -> None:
 @pytest.mark.parametrize(
     ("place", "files", "own"),
     [
-        pytest.param("", NEW, "0::/", id="container"),
-        pytest.param("", NEW, "0::/some/job", id="group around ours"),
-        pytest.param("some/job", NEW, "0::/some/job", id="group of ours"),
-        pytest.param("memory", OLD, "4:memory:/", id="old container"),
-        pytest.param("memory/some/job", OLD, "5:cpu:/\n4:memory:/some/job\n0::/", id="old group"),
-        pytest.param("", NEW, None, id="no list of groups"),
+        pytest.param("", CGROUP_V2, "0::/", id="container"),
+        pytest.param("", CGROUP_V2, "0::/some/job", id="group around ours"),
+        pytest.param("some/job", CGROUP_V2, "0::/some/job", id="group of ours"),
+        pytest.param("memory", CGROUP_V1, "4:memory:/", id="old container"),
+        pytest.param("memory/some/job", CGROUP_V1, "5:cpu:/\n4:memory:/some/job\n0::/", id="old group"),
+        pytest.param("", CGROUP_V2, None, id="no list of groups"),
     ],
 )
 def test_cgroup_limits_memory(place: str, files: Mapping[str, object], own: str | None, tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_cgroup_limits_cores(
 
 @pytest.mark.parametrize("limit", ["max", 2**62, ""])
 def test_unlimited_cgroup_uses_physical_memory(limit: object, tmp_path: Path) -> None:
-    write(tmp_path, {**NEW, "memory.max": limit})
+    write(tmp_path, {**CGROUP_V2, "memory.max": limit})
     assert machine_bytes() == PHYSICAL
     assert 0 < free_bytes() < PHYSICAL
 
@@ -85,7 +85,7 @@ def test_missing_cgroup_uses_physical_memory(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_full_cgroup_has_no_free_memory(tmp_path: Path) -> None:
-    write(tmp_path, {**NEW, "memory.current": LIMIT + 2 * OF_FILES})
+    write(tmp_path, {**CGROUP_V2, "memory.current": LIMIT + 2 * OF_FILES})
     assert free_bytes() == 0
 
 

@@ -11,9 +11,9 @@ from lorax_server.errors import ConfigError
 from lorax_server.model_types import MODELS, check_model_config, is_paged
 
 
-def check(folder: Path, config: Any, **options: bool) -> None:
+def check(folder: Path, config: Any, needs_adapters: bool = False) -> None:
     (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
-    check_model_config(folder, "owner/model", **options)
+    check_model_config(folder, "owner/model", needs_adapters=needs_adapters)
 
 
 REJECTED = {

@@ -69,7 +69,7 @@ def test_generated_modules_are_up_to_date(tmp_path: Path) -> None:
         assert (tmp_path / name).read_bytes() == (ROOT / "lorax_server/pb" / name).read_bytes(), "run `make proto`"
 
 
-def mark(field: Any) -> str:
+def describe_presence(field: Any) -> str:
     if field.is_repeated:
         return "*"
     in_oneof = field.containing_oneof
@@ -79,7 +79,7 @@ def mark(field: Any) -> str:
 @pytest.mark.parametrize("name", FIELDS)
 def test_field_numbers_match_lorax(name: str) -> None:
     found = pb.DESCRIPTOR.message_types_by_name[name].fields
-    theirs = [f"{field.name}={field.number}{mark(field)}" for field in found if field.number < OWN_FROM]
+    theirs = [f"{field.name}={field.number}{describe_presence(field)}" for field in found if field.number < OWN_FROM]
     assert " ".join(theirs) == FIELDS[name]
 
 
@@ -104,14 +104,14 @@ def test_package_name_matches_lorax() -> None:
 # --- Messages ---------------------------------------------------------------------------------------------------------
 
 
-def there_and_back(message: Any) -> Any:
+def round_trip(message: Any) -> Any:
     return type(message).FromString(message.SerializeToString())
 
 
 def test_next_tokens_round_trip() -> None:
     alternatives = AlternativeTokens([7, 8], [-0.5, -1.25], ["a", "é"])
     tokens = NextTokens([7, 9], [math.nan, -0.5], ["a", "</s>"], [False, True], [alternatives])
-    message = there_and_back(tokens.to_pb())
+    message = round_trip(tokens.to_pb())
     assert list(message.ids) == [7, 9]
     assert math.isnan(message.logprobs[0])
     assert message.logprobs[1] == -0.5
@@ -125,7 +125,7 @@ def test_next_tokens_round_trip() -> None:
 @pytest.mark.parametrize("seed", [None, 0, 2**64 - 1])
 @pytest.mark.parametrize("reason", FinishReason)
 def test_finished_text_round_trips(reason: FinishReason, seed: int | None) -> None:
-    message = there_and_back(GeneratedText("日本\ufffd", 3, 0, reason, seed).to_pb())
+    message = round_trip(GeneratedText("日本\ufffd", 3, 0, reason, seed).to_pb())
     assert (message.text, message.generated_tokens, message.skipped_tokens) == ("日本\ufffd", 3, 0)
     assert message.finish_reason == reason.value
     assert message.HasField("seed") == (seed is not None)
@@ -134,11 +134,11 @@ def test_finished_text_round_trips(reason: FinishReason, seed: int | None) -> No
 
 def test_generation_omits_unset_fields() -> None:
     tokens = NextTokens([7], [-0.5], ["a"], [False])
-    first = there_and_back(Generation(2**64 - 1, tokens, 5, tokens, None).to_pb())
+    first = round_trip(Generation(2**64 - 1, tokens, 5, tokens, None).to_pb())
     assert (first.request_id, first.prefill_tokens_length) == (2**64 - 1, 5)
     assert first.prefill_tokens == first.next_tokens == tokens.to_pb()
     assert not first.HasField("generated_text")
-    last = there_and_back(Generation(1, None, 0, tokens, GeneratedText("", 1, 0, FinishReason.LENGTH, None)).to_pb())
+    last = round_trip(Generation(1, None, 0, tokens, GeneratedText("", 1, 0, FinishReason.LENGTH, None)).to_pb())
     assert not last.HasField("prefill_tokens")
     assert last.HasField("generated_text")
     assert last.generated_text.text == ""
@@ -196,7 +196,7 @@ def run_without_protobuf(code: str, *arguments: str) -> str:
 
 
 @pytest.mark.slow
-def test_only_messages_import_protobuf() -> None:
+def test_protobuf_is_imported_only_for_messages() -> None:
     code = (
         "import lorax_server.models.causal_lm, lorax_server.sampling\n"
         "from lorax_server.models.contract.types import message_types\n"

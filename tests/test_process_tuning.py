@@ -98,7 +98,7 @@ def test_gil_switch_interval_and_timer_slack_are_set() -> None:
     assert words == pytest.approx([process_tuning.GIL_SWITCH_INTERVAL_S, process_tuning.TIMER_SLACK_NS])
 
 
-def test_full_collections_are_rare_and_skip_startup_objects() -> None:
+def test_full_gc_runs_are_rare_and_skip_startup_objects() -> None:
     assert run(GC).split() == ["True", "True", "True", str(process_tuning.FULL_COLLECTION_THRESHOLD)]
 
 

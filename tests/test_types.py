@@ -34,7 +34,7 @@ BIASES: list[Any] = [{key: 1.0} for key in NO_COUNT if key.__hash__]
 BIASES += [{1: bias} for bias in (*NO_NUMBER, *NOT_FINITE)]
 
 
-def refused(kind: type, field: str, value: Any, named: str) -> None:
+def check_rejected(kind: type, field: str, value: Any, named: str) -> None:
     with pytest.raises(InputError, match=f"`{named}`"):
         kind(**{field: value})
 
@@ -45,7 +45,7 @@ def test_sampling_numbers_out_of_range_are_rejected(field: str) -> None:
     for value in good:
         assert getattr(SamplingParams(**{field: value}), field) == value
     for value in (*bad, *NO_NUMBER, *NOT_FINITE):
-        refused(SamplingParams, field, value, field)
+        check_rejected(SamplingParams, field, value, field)
 
 
 @pytest.mark.parametrize("value", [1e39, math.inf])
@@ -55,12 +55,12 @@ def test_temperature_error_names_limit(value: float) -> None:
 
 
 @pytest.mark.parametrize("field", COUNTS)
-def test_invalid_sampling_counts_are_rejected(field: str) -> None:
+def test_invalid_integer_sampling_params_are_rejected(field: str) -> None:
     named, good, bad = COUNTS[field]
     for value in good:
         assert getattr(SamplingParams(**{field: value}), field) == value
     for value in (*bad, *NO_COUNT):
-        refused(SamplingParams, field, value, named)
+        check_rejected(SamplingParams, field, value, named)
 
 
 @pytest.mark.parametrize("field", ["do_sample", "watermark", "raw_logprobs"])
@@ -68,16 +68,16 @@ def test_non_boolean_sampling_flags_are_rejected(field: str) -> None:
     settings: dict[str, Any] = {field: True}
     assert getattr(SamplingParams(**settings), field) is True
     for value in NO_FLAG:
-        refused(SamplingParams, field, value, field)
+        check_rejected(SamplingParams, field, value, field)
 
 
 def test_invalid_logit_bias_is_rejected() -> None:
     assert SamplingParams(logit_bias={0: -100, 5: 1.5}).logit_bias == {0: -100, 5: 1.5}
     for value in (*MAPPINGS, *BIASES):
-        refused(SamplingParams, "logit_bias", value, "logit_bias")
+        check_rejected(SamplingParams, "logit_bias", value, "logit_bias")
 
 
-def test_logit_bias_error_messages() -> None:
+def test_logit_bias_error_names_token() -> None:
     wrong: Any = {"5": 1.0}
     with pytest.raises(InputError, match="keyed by token IDs, not '5'"):
         SamplingParams(logit_bias=wrong)
@@ -95,16 +95,16 @@ def test_logit_bias_error_messages() -> None:
         (SamplingParams(do_sample=True, temperature=0.0, top_k=5), True),
     ],
 )
-def test_greedy_without_sampling_or_temperature(params: SamplingParams, greedy: bool) -> None:
+def test_sampling_is_greedy_without_do_sample_or_temperature(params: SamplingParams, greedy: bool) -> None:
     assert params.is_greedy is greedy
 
 
 def test_invalid_token_limits_are_rejected() -> None:
     assert StopParams(max_new_tokens=10**30, min_new_tokens=10**30).min_new_tokens == 10**30
     for value in (0, *NO_COUNT):
-        refused(StopParams, "max_new_tokens", value, "max_new_tokens")
+        check_rejected(StopParams, "max_new_tokens", value, "max_new_tokens")
     for value in NO_COUNT:
-        refused(StopParams, "min_new_tokens", value, "min_new_tokens")
+        check_rejected(StopParams, "min_new_tokens", value, "min_new_tokens")
 
 
 def test_minimum_above_maximum_is_rejected() -> None:
@@ -119,19 +119,19 @@ def test_invalid_stop_token_ids_are_rejected(field: str) -> None:
     assert getattr(StopParams(**settings), field) == {0, 5}
     for token in NO_COUNT:
         if token.__hash__:
-            refused(StopParams, field, frozenset({token}), field)
+            check_rejected(StopParams, field, frozenset({token}), field)
     for value in (5, None, "5", "", b"5", [5]):
-        refused(StopParams, field, value, field)
+        check_rejected(StopParams, field, value, field)
 
 
 def test_invalid_stop_strings_are_rejected() -> None:
     assert StopParams(stop_strings=("\n", " ")).stop_strings == ("\n", " ")
     for value in (("a", ""), ("",), (None,), (5,), (b"a",), (True,), (["a"],), None, 5, True):
-        refused(StopParams, "stop_strings", value, "stop")
+        check_rejected(StopParams, "stop_strings", value, "stop")
 
 
 def test_single_string_is_not_a_list() -> None:
-    refused(StopParams, "stop_strings", "stop", "stop")
+    check_rejected(StopParams, "stop_strings", "stop", "stop")
 
 
 @pytest.mark.parametrize("field", ["ignore_eos", "include_stop"])
@@ -139,7 +139,7 @@ def test_non_boolean_stop_flags_are_rejected(field: str) -> None:
     settings: dict[str, Any] = {field: True}
     assert getattr(StopParams(**settings), field) is True
     for value in NO_FLAG:
-        refused(StopParams, field, value, field)
+        check_rejected(StopParams, field, value, field)
 
 
 def test_ignore_eos_excludes_eos_from_stop_token_ids() -> None:

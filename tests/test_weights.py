@@ -20,7 +20,7 @@ from lorax_server.errors import ConfigError, WeightsError
 from lorax_server.files.model_files import check_model_files
 from lorax_server.models import get_model
 from lorax_server.weights import Weights, estimate_bytes, open_tensors, open_weights
-from tests.builders import CPU, how, memory_weights
+from tests.builders import CPU, memory_weights, weight_options
 
 INDEX = "model.safetensors.index.json"
 BIN_INDEX = "pytorch_model.bin.index.json"
@@ -82,7 +82,7 @@ class RecordingWeights(Weights):
 def test_unsharded_tensors_round_trip(tmp_path: Path, write: Writer) -> None:
     tensors = some_tensors()
     write(tmp_path, tensors)
-    weights = open_weights(tmp_path, **how())
+    weights = open_weights(tmp_path, **weight_options())
     for name, tensor in tensors.items():
         assert weights.has(name)
         assert weights.get_shape(name) == tuple(tensor.shape)
@@ -98,7 +98,7 @@ def test_each_rank_gets_its_shard(tmp_path: Path, write: Writer, ranks: int) -> 
     twin = memory_weights(tensors)
     for rank in range(ranks):
         group = FakeGroup(rank, ranks)
-        weights = open_weights(tmp_path, **how(rank=rank, ranks=ranks))
+        weights = open_weights(tmp_path, **weight_options(rank=rank, ranks=ranks))
         for name, dim, shard in [
             ("vector", 0, shard_evenly(group, 12, "vector")),
             ("matrix", 0, shard_evenly(group, 8, "matrix")),
@@ -115,7 +115,7 @@ def test_each_rank_gets_its_shard(tmp_path: Path, write: Writer, ranks: int) -> 
 def test_empty_shard_has_no_rows(tmp_path: Path) -> None:
     write_single(tmp_path, {"embedding": torch.ones(5, 3)})
     shard = shard_vocab(FakeGroup(3, 4), 5)
-    assert open_weights(tmp_path, **how()).get_sharded("embedding", 0, shard, (5, 3)).shape == (0, 3)
+    assert open_weights(tmp_path, **weight_options()).get_sharded("embedding", 0, shard, (5, 3)).shape == (0, 3)
     assert memory_weights({"embedding": torch.ones(5, 3)}).get_sharded("embedding", 0, shard).shape == (0, 3)
 
 
@@ -123,7 +123,7 @@ def test_only_shard_is_read(tmp_path: Path) -> None:
     tensors = some_tensors()
     write_single(tmp_path, tensors)
     path = tmp_path / "model.safetensors"
-    weights = RecordingWeights(open_tensors(dict.fromkeys(tensors, path)), **how())
+    weights = RecordingWeights(open_tensors(dict.fromkeys(tensors, path)), **weight_options())
     assert weights.has("matrix")
     assert weights.get_shape("matrix") == (8, 6)
     assert weights.read == []
@@ -140,7 +140,7 @@ def peak_memory() -> int:
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="only Linux can forget its peak memory")
-def test_shard_needs_memory_of_shard_only(tmp_path: Path) -> None:
+def test_reading_shard_allocates_only_shard_memory(tmp_path: Path) -> None:
     rows = 2**18
     header = json.dumps({"x": {"dtype": "F32", "shape": [rows, 1024], "data_offsets": [0, rows * 4096]}}).encode()
     with (tmp_path / "model.safetensors").open("wb") as file:
@@ -149,7 +149,7 @@ def test_shard_needs_memory_of_shard_only(tmp_path: Path) -> None:
         file.truncate(8 + len(header) + rows * 4096)
     Path("/proc/self/clear_refs").write_text("5")
     before = peak_memory()
-    weights = open_weights(tmp_path, **how(dtype=torch.bfloat16))
+    weights = open_weights(tmp_path, **weight_options(dtype=torch.bfloat16))
     part = weights.get_sharded("x", 0, shard_evenly(FakeGroup(5, 4096), rows, "x"), (rows, 1024))
     assert torch.equal(part, torch.zeros(64, 1024, dtype=torch.bfloat16))
     assert peak_memory() - before < 2**26
@@ -158,7 +158,7 @@ def test_shard_needs_memory_of_shard_only(tmp_path: Path) -> None:
 def test_contiguous_shard_is_one_read(tmp_path: Path) -> None:
     write_single(tmp_path, some_tensors())
     path = tmp_path / "model.safetensors"
-    weights = RecordingWeights(open_tensors({"matrix": path}), **how())
+    weights = RecordingWeights(open_tensors({"matrix": path}), **weight_options())
     weights.get_sharded("matrix", 1, unsharded(6))
     assert weights.read == [("matrix", (8, 6))]
 
@@ -167,7 +167,7 @@ def test_contiguous_shard_is_one_read(tmp_path: Path) -> None:
 def test_tensors_are_cast_to_model_dtype(tmp_path: Path, write: Writer) -> None:
     stored = some_tensors()["matrix"].bfloat16()
     write(tmp_path, {"matrix": stored, "scalar": torch.tensor(0.5, dtype=torch.bfloat16)})
-    weights = open_weights(tmp_path, **how(dtype=torch.float32))
+    weights = open_weights(tmp_path, **weight_options(dtype=torch.float32))
     assert weights.get_tensor("scalar").dtype == torch.float32
     assert torch.equal(weights.get_tensor("matrix"), stored.float())
     part = weights.get_sharded("matrix", 0, shard_evenly(FakeGroup(1, 2), 8, "matrix"))
@@ -178,7 +178,7 @@ def test_tensors_are_cast_to_model_dtype(tmp_path: Path, write: Writer) -> None:
 def test_safetensors_are_preferred_to_pickles(tmp_path: Path) -> None:
     write_single(tmp_path, {"x": torch.ones(1)})
     write_bin(tmp_path, {"x": torch.zeros(1)})
-    assert open_weights(tmp_path, **how()).get_tensor("x") == 1
+    assert open_weights(tmp_path, **weight_options()).get_tensor("x") == 1
 
 
 def test_estimate_bytes_uses_load_dtype(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ ALIASES = [
 def test_inner_model_checkpoint_lacks_prefix(tmp_path: Path, write: Writer, requested_name: str, stored: str) -> None:
     tensor = some_tensors()["matrix"]
     write(tmp_path, {stored: tensor})
-    weights = open_weights(tmp_path, **how())
+    weights = open_weights(tmp_path, **weight_options())
     assert weights.has(requested_name)
     assert weights.get_shape(requested_name) == (8, 6)
     assert torch.equal(weights.get_tensor(requested_name, (8, 6)), tensor)
@@ -244,7 +244,7 @@ class Tied(nn.Module):
 def test_tied_tensors_are_found_under_both_names(tmp_path: Path) -> None:
     model = Tied()
     save_model(model, str(tmp_path / "model.safetensors"))
-    weights = open_weights(tmp_path, **how())
+    weights = open_weights(tmp_path, **weight_options())
     for name in ("wte.weight", "lm_head.weight", "transformer.wte.weight", "transformer.lm_head.weight"):
         assert weights.has(name)
         assert weights.get_shape(name) == (6, 4)
@@ -255,7 +255,7 @@ def test_tied_tensors_are_found_under_both_names(tmp_path: Path) -> None:
 
 def test_tied_scalars_are_found_under_both_names(tmp_path: Path) -> None:
     save_file({"k_scale": torch.tensor(0.5)}, tmp_path / "model.safetensors", metadata={"v_scale": "k_scale"})
-    assert open_weights(tmp_path, **how()).get_tensor("v_scale") == 0.5
+    assert open_weights(tmp_path, **weight_options()).get_tensor("v_scale") == 0.5
 
 
 # --- invalid tensors
@@ -265,7 +265,7 @@ def test_tied_scalars_are_found_under_both_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["nothing", "model.layers.0.nothing"])
 def test_missing_tensor_error_names_file(tmp_path: Path, write: Writer, name: str) -> None:
     write(tmp_path, some_tensors())
-    weights = open_weights(tmp_path, **how())
+    weights = open_weights(tmp_path, **weight_options())
     for call in (
         lambda: weights.get_tensor(name),
         lambda: weights.get_shape(name),
@@ -280,7 +280,7 @@ def test_missing_tensor_error_names_file(tmp_path: Path, write: Writer, name: st
 @pytest.mark.parametrize("write", FORMATS)
 def test_wrong_shape_error_names_expected_shape(tmp_path: Path, write: Writer) -> None:
     write(tmp_path, some_tensors())
-    weights = open_weights(tmp_path, **how())
+    weights = open_weights(tmp_path, **weight_options())
     calls: list[Callable[[], Any]] = [
         lambda: weights.get_tensor("matrix", (8, 7)),
         lambda: weights.get_sharded("matrix", 1, Shard(7, ((0, 3),)), (8, 7)),
@@ -294,7 +294,7 @@ def test_wrong_shape_error_names_expected_shape(tmp_path: Path, write: Writer) -
 def test_wrong_shape_error_names_shard_file(tmp_path: Path) -> None:
     write_sharded(tmp_path, some_tensors())
     with pytest.raises(WeightsError) as caught:
-        open_weights(tmp_path, **how()).get_tensor("cube", (1,))
+        open_weights(tmp_path, **weight_options()).get_tensor("cube", (1,))
     assert str(tmp_path / "model-1.safetensors") in str(caught.value)
 
 
@@ -302,14 +302,14 @@ def test_wrong_shape_error_names_shard_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.bool, torch.float8_e4m3fn])
 def test_quantized_tensor_is_rejected(tmp_path: Path, write: Writer, dtype: torch.dtype) -> None:
     write(tmp_path, {"qweight": torch.ones(4).to(dtype)})
-    weights = open_weights(tmp_path, **how())
+    weights = open_weights(tmp_path, **weight_options())
     with pytest.raises(WeightsError, match=f"'qweight' is {dtype}; only float16 to float64 are supported") as caught:
         weights.get_tensor("qweight")
     assert str(tmp_path) in str(caught.value)
 
 
 def test_in_memory_tensor_error_names_source() -> None:
-    weights = Weights({}, source="the test's tensors", **how())
+    weights = Weights({}, source="the test's tensors", **weight_options())
     with pytest.raises(WeightsError, match="the test's tensors: tensor 'x' is missing"):
         weights.get_tensor("x")
 
@@ -350,7 +350,7 @@ def test_error_names_damaged_safetensors_file(tmp_path: Path, damage: str, shard
     is_short = damage in TRUNCATED
     reason = r"the file has \d+ bytes.*was the copy interrupted\?" if is_short else "not a readable safetensors file"
     with pytest.raises(WeightsError, match=reason) as caught:
-        open_weights(tmp_path, **how())
+        open_weights(tmp_path, **weight_options())
     assert str(path) in str(caught.value)
     with pytest.raises(WeightsError, match=reason) if is_short else nullcontext():
         check_model_files(tmp_path)
@@ -371,7 +371,7 @@ def test_truncated_file_error_names_both_sizes(tmp_path: Path) -> None:
 def test_git_lfs_pointer_error_suggests_git_lfs_pull(tmp_path: Path) -> None:
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 538090408\n"
     (tmp_path / "model.safetensors").write_text(pointer)
-    for check in (check_model_files, lambda folder: open_weights(folder, **how())):
+    for check in (check_model_files, lambda folder: open_weights(folder, **weight_options())):
         with pytest.raises(WeightsError, match="is a Git LFS pointer without the weights; run `git lfs pull`"):
             check(tmp_path)
 
@@ -404,14 +404,14 @@ def test_error_names_invalid_index(tmp_path: Path, index: str, content: str | by
     save_file({"x": torch.zeros(1)}, folder / "sub" / "x.safetensors")
     (folder / index).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(WeightsError, match=message) as caught:
-        open_weights(folder, **how())
+        open_weights(folder, **weight_options())
     assert str(folder / index) in str(caught.value)
 
 
 def test_index_with_missing_tensors_is_rejected(tmp_path: Path) -> None:
     save_file({"x": torch.zeros(1)}, tmp_path / "a.safetensors")
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"x": "a.safetensors", "y": "a.safetensors"}}))
-    weights = open_weights(tmp_path, **how())
+    weights = open_weights(tmp_path, **weight_options())
     assert weights.get_tensor("x") == 0
     with pytest.raises(WeightsError, match=r"a\.safetensors: tensor 'y' cannot be read"):
         weights.get_tensor("y")
@@ -421,7 +421,7 @@ def test_pickle_index_with_missing_tensors_is_rejected(tmp_path: Path) -> None:
     torch.save({"x": torch.zeros(1)}, tmp_path / "a.bin")
     (tmp_path / BIN_INDEX).write_text(json.dumps({"weight_map": {"x": "a.bin", "y": "a.bin"}}))
     with pytest.raises(WeightsError, match="tensor 'y' is missing"):
-        open_weights(tmp_path, **how()).get_tensor("y")
+        open_weights(tmp_path, **weight_options()).get_tensor("y")
 
 
 @pytest.mark.parametrize("present", [False, True])
@@ -432,7 +432,7 @@ def test_error_names_folder_without_weights(tmp_path: Path, present: bool) -> No
         (folder / "config.json").write_text("{}")
         (folder / "model.safetensors").mkdir()
     with pytest.raises(WeightsError, match=r"no weights; looked for model\.safetensors") as caught:
-        open_weights(folder, **how())
+        open_weights(folder, **weight_options())
     assert str(folder) in str(caught.value)
 
 
@@ -469,7 +469,7 @@ def test_hostile_pickle_is_not_executed(tmp_path: Path, write: Callable[[Path, P
     if sharded:
         (tmp_path / BIN_INDEX).write_text(json.dumps({"weight_map": {"y": "shard.bin"}}))
     with pytest.raises(WeightsError, match="cannot be loaded as plain tensors") as caught:
-        open_weights(tmp_path, **how())
+        open_weights(tmp_path, **weight_options())
     assert str(path) in str(caught.value)
     assert not marker.exists()
 
@@ -496,7 +496,7 @@ def test_pickle_with_non_tensor_objects_is_rejected(tmp_path: Path, content: Any
     path = tmp_path / "pytorch_model.bin"
     torch.save(content, path)
     with pytest.raises(WeightsError, match=r"not a plain dictionary of tensors|not load as plain tensors") as caught:
-        open_weights(tmp_path, **how())
+        open_weights(tmp_path, **weight_options())
     assert str(path) in str(caught.value)
 
 
@@ -506,14 +506,14 @@ def test_error_names_damaged_pickle(tmp_path: Path, damage: str) -> None:
     torch.save({"x": torch.zeros(2000)}, path)
     path.write_bytes(DAMAGE[damage](path.read_bytes()))
     with pytest.raises(WeightsError, match="cannot be loaded as plain tensors") as caught:
-        open_weights(tmp_path, **how())
+        open_weights(tmp_path, **weight_options())
     assert str(path) in str(caught.value)
 
 
 def test_legacy_pickle_format_can_be_loaded(tmp_path: Path) -> None:
     tensor = some_tensors()["matrix"]
     torch.save({"matrix": tensor}, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
-    weights: Weights = open_weights(tmp_path, **how())
+    weights: Weights = open_weights(tmp_path, **weight_options())
     assert torch.equal(weights.get_tensor("matrix"), tensor)
 
 

@@ -15,7 +15,7 @@ from lorax_server.errors import WeightsError
 from lorax_server.kernels import select_ops
 from lorax_server.weights import Weights, open_tensors, open_weights
 from lorax_server.weights.reader import WeightsReader
-from tests.builders import CPU, how
+from tests.builders import CPU, weight_options
 from tests.test_weights import DAMAGE, safetensors_bytes, some_tensors
 
 SHAPES = {"matrix": (64, 48), "tall": (1000, 7), "cube": (2, 4, 6), "vector": (12,), "scalar": (), "nothing": (0, 5)}
@@ -32,7 +32,7 @@ def open_streamed(
     path: Path, names: list[str], *, buffer_bytes: int = 64, dtype: torch.dtype = torch.float32
 ) -> Weights:
     reader = WeightsReader(CPU, buffer_bytes=buffer_bytes)
-    return Weights(open_tensors(dict.fromkeys(names, path)), reader=reader, **how(dtype=dtype))
+    return Weights(open_tensors(dict.fromkeys(names, path)), reader=reader, **weight_options(dtype=dtype))
 
 
 @pytest.mark.parametrize("buffer_bytes", [1, 40, 64, 1 << 20])
@@ -156,7 +156,7 @@ def test_error_names_damaged_file(tmp_path: Path, damage: str) -> None:
 def test_cpu_maps_files(tmp_path: Path) -> None:
     tensors = some_tensors()
     save_file(tensors, tmp_path / "model.safetensors")
-    with open_weights(tmp_path, **how()) as weights:
+    with open_weights(tmp_path, **weight_options()) as weights:
         assert weights._reader is None
         assert torch.equal(weights.get_tensor("matrix"), tensors["matrix"])
 
@@ -169,7 +169,7 @@ def test_gpu_tensors_match_file(tmp_path: Path, dtype: torch.dtype) -> None:
     tensors = {f"x{i}": torch.randn(i + 1, 977, 1031, generator=generator).bfloat16() for i in range(12)}
     save_file(tensors, tmp_path / "model.safetensors")
     device = torch.device("cuda")
-    placement = {**how(dtype=dtype), "device": device, "ops": select_ops(device)}
+    placement = {**weight_options(dtype=dtype), "device": device, "ops": select_ops(device)}
     with open_weights(tmp_path, **placement) as weights:
         assert weights._reader is not None
         for name, tensor in [*tensors.items(), *reversed(tensors.items())]:

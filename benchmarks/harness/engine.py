@@ -1,4 +1,4 @@
-"""An `LLM` over random files whose engine steps are timed."""
+"""An `LLM` with random model files whose engine steps are timed."""
 
 import argparse
 import logging
@@ -63,7 +63,7 @@ class Mark(NamedTuple):
 
 
 class StepClock:
-    """Record the end of every engine step. Work of the LLM between two steps counts for the second step."""
+    """Records the end of every engine step. Work of `LLM` between two steps counts towards the second step."""
 
     def __init__(self, llm: LLM) -> None:
         self.marks: list[Mark] = []
@@ -89,7 +89,7 @@ class StepClock:
 
 
 class Bench(NamedTuple):
-    """A running engine over random files."""
+    """A running engine with random model files."""
 
     llm: LLM
     clock: StepClock
@@ -117,7 +117,7 @@ class Bench(NamedTuple):
         return [[choice.randint(FIRST_WORD, last_word) for _ in range(length)] for _ in range(count)]
 
     def add_to_engine(self, first_id: int, prompts: Sequence[list[int]], max_new_tokens: int) -> None:
-        """Add requests to the engine that the LLM does not know."""
+        """Add requests directly to the engine, bypassing `LLM`."""
         stop = StopParams(max_new_tokens=max_new_tokens, ignore_eos=True)
         for number, prompt in enumerate(prompts):
             self.llm._engine.add(Request(first_id + number, prompt, SamplingParams(), stop))
@@ -152,7 +152,7 @@ def open_bench(args: argparse.Namespace, adapters: Sequence[Adapter], **settings
 
 
 def make_files(folder: Path, shape: ModelShape, adapters: Sequence[Adapter]) -> None:
-    """Write the model and the adapters that do not exist yet. The adapter name is the seed of its weights."""
+    """Write the model and the adapters that do not exist yet. The adapter name seeds its weights."""
     if not (folder / "model/tokenizer_config.json").exists():  # the last file that is written
         make_model(folder / "model", shape)
     missing = [one for one in adapters if not (folder / "adapters" / one.name / "adapter_config.json").exists()]

@@ -1,6 +1,6 @@
 """Model and adapter folders with random bfloat16 weights: real files of any size, written in seconds.
 
-All tensors are slices of one pool of random numbers, drawn on a GPU if available. Each tensor starts at another
+All tensors are slices of one pool of random numbers, drawn on a GPU if available. Each tensor starts at a different
 offset.
 """
 
@@ -51,7 +51,7 @@ class ModelShape(NamedTuple):
         return dict(zip(ALL_MODULES, [*attention, (inner, hidden), (inner, hidden), (hidden, inner)], strict=True))
 
     def list_modules(self, names: Sequence[str] = ALL_MODULES) -> dict[str, tuple[int, int]]:
-        """Return outputs and inputs of the named linear layers in all transformer layers, by full name."""
+        """Return outputs and inputs of the named linear layers in all transformer layers, keyed by full name."""
         layers = range(self.num_hidden_layers)
         return {f"model.layers.{layer}.{_path(name)}": self.linears[name] for layer in layers for name in names}
 
@@ -64,7 +64,7 @@ class Pool:
     """A pool of random bfloat16 numbers."""
 
     def __init__(self, largest: int) -> None:
-        """`largest` is the number of elements of the largest tensor."""
+        """Draw the numbers. `largest` is the number of elements in the largest tensor."""
         device = "cuda" if torch.cuda.is_available() else "cpu"
         generator = torch.Generator(device).manual_seed(0)
         numbers = torch.empty(largest + MAX_OFFSET, dtype=torch.bfloat16, device=device)
@@ -130,7 +130,7 @@ def make_model(folder: Path, shape: ModelShape) -> None:
 
 
 def write_model(folder: Path, tensors: Iterable[tuple[str, Stored]], config: dict[str, Any]) -> None:
-    """Write tensors in shards, the config with the end tokens of our tokenizer, and the tokenizer."""
+    """Write tensors in shards, the config with our tokenizer's end tokens, and the tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[dict[str, Stored]] = [{}]
     size = total = 0

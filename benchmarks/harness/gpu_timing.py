@@ -1,4 +1,4 @@
-"""GPU times of CUDA graphs, without the time of the host."""
+"""Measure the GPU time of CUDA graphs, excluding host time."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -24,14 +24,14 @@ def capture(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
 def measure(*graphs: torch.cuda.CUDAGraph, count: int = 25) -> list[float]:
     """Return the median milliseconds of each graph.
 
-    The graphs take turns, because long matrix products lower the GPU clock.
+    The graphs alternate, because long matrix products lower the GPU clock.
     """
     calls = [graph.replay for graph in graphs]
     return measure_calls(calls, count)
 
 
 def measure_calls(calls: Sequence[Callable[[], object]], count: int, warm_up: int = 3) -> list[float]:
-    """Return the median milliseconds of each call. The calls take turns."""
+    """Return the median milliseconds of each call. The calls alternate."""
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(count + warm_up):
         for call, measured in zip(calls, times, strict=True):

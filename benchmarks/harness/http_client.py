@@ -1,7 +1,8 @@
 """Load generator: send many requests to `/generate_stream` or `/generate`, in a separate process.
 
-It does not parse JSON, to leave CPU time for the server. It searches a stream for the bytes of a token event and of the
-last chunk, which cannot occur inside a JSON string. A response without streaming has its token count in a header.
+To leave CPU time for the server, it does not parse JSON. It searches the stream for byte sequences that mark a token
+event or the last chunk and cannot occur inside a JSON string. For responses without streaming, it reads the token count
+from a header.
 """
 
 import argparse

@@ -68,7 +68,7 @@ PHI_4 = {
 
 
 def make_configs(**changes: Any) -> dict[str, Any]:
-    """Return configs of published models that are not Llamas, by name."""
+    """Return configs of published models that are not Llamas, keyed by name."""
     return {
         "Gemma-2-9B": Gemma2Config(**{**GEMMA_2_9B, **changes}),
         "Phi-4": Phi3Config(**{**PHI_4, **changes}),
@@ -156,7 +156,7 @@ class Paged:
 
 
 def fill(paged: Paged, cache: DynamicCache, context: int) -> None:
-    """Fill the paged cache and transformers' cache with the same noise."""
+    """Fill the paged cache and transformers' cache with the same random values."""
     num_heads, dim = paged.model.kv_shape
     missing = paged.tables.shape[1] * BLOCK_SIZE - context
     for layer, stored in enumerate(paged.kv_cache):
@@ -168,7 +168,7 @@ def fill(paged: Paged, cache: DynamicCache, context: int) -> None:
 
 
 def best_of(runs: int, *sides: Callable[[], object]) -> list[float]:
-    """Return the fastest run of each side in seconds. The sides take turns."""
+    """Return the fastest run of each function in seconds. The functions alternate."""
     best = [float("inf")] * len(sides)
     for _ in range(runs):
         for index, side in enumerate(sides):

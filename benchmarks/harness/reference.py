@@ -1,8 +1,8 @@
 """Compare generated tokens with transformers and PEFT.
 
-The reference reads prompt and completion in float32. A token's gap is the difference of its score and the best
-score. Rounding to bfloat16 moves scores, so the gaps of the tokens that transformers would choose in bfloat16 set the
-tolerance: twice their largest gap. The comparison without the adapter shows that it can fail.
+The reference scores prompt and completion in float32. A token's gap is the difference between the best score and its
+score. Rounding to bfloat16 changes scores, so the tolerance is twice the largest gap of the tokens that transformers
+chooses in bfloat16. A comparison without the adapter shows that the check can fail.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ class Sample(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """Comparison result."""
+    """The result of a comparison."""
 
     num_tokens: int
     num_equal: int  # tokens with the best score

@@ -28,7 +28,7 @@ class Record:
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with `--json`. The description is usually the docstring of the script."""
+    """Return a parser with `--json`. The description is usually the script's docstring."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the records to this file")
     return parser

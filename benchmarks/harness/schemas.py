@@ -1,4 +1,4 @@
-"""JSON schemas for benchmarks of structured output."""
+"""JSON schemas for structured output benchmarks."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ def make_object(properties: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_schema(number: int) -> Structure:
-    """Return a list of objects that is too long to finish. Different numbers give different schemas."""
+    """Return a schema for a list of objects that is too long to finish. Different numbers produce different schemas."""
     properties = {
         f"name_{number}": {"type": "string", "maxLength": 40},
         f"count_{number}": {"type": "integer"},

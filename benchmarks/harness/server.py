@@ -69,7 +69,7 @@ class Server:
         return float(times.user + times.system)
 
     def usage(self) -> dict[str, Usage]:
-        """Return usage by process kind. If several processes have the same kind, the largest counts."""
+        """Return usage, keyed by process kind. If several processes have the same kind, return the largest."""
         usage: dict[str, Usage] = {}
         for process in (self.process, *self.process.children(recursive=True)):
             with suppress(psutil.NoSuchProcess), process.oneshot():  # sandbox workers start and stop
@@ -81,7 +81,7 @@ class Server:
     def send(
         self, load: Sequence[LoadRequest], max_concurrency: int, path: str = "/generate_stream", num_clients: int = 1
     ) -> list[dict[str, Any]]:
-        """Divide the load over client processes. Return the result of each client."""
+        """Divide the load among client processes. Return the result of each client."""
         with tempfile.TemporaryDirectory() as folder:
             clients, results = [], []
             for number in range(num_clients):
@@ -96,7 +96,7 @@ class Server:
 
 
 def check_complete(load: Sequence[LoadRequest], results: Sequence[dict[str, Any]]) -> None:
-    """Fail unless every request of `Server.send` got all its tokens."""
+    """Raise AssertionError unless every request in `Server.send` received all its tokens."""
     for number, result in enumerate(results):
         for sample, request in zip(result["samples"], load[number :: len(results)], strict=True):
             assert sample["tokens"] == request.answer, sample["error"] or "tokens are missing"

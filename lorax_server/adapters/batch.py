@@ -1,4 +1,4 @@
-"""Map batch tokens to adapters, and hold the weights of all adapters on the device."""
+"""Map batch tokens to adapters, and store all adapter weights on the device."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from lorax_server.kernels import Field, LoraBatch, LoraTarget
 
 
 def find_segments(adapter_indices: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Group consecutive tokens by adapter. Return the boundaries of the segments and their adapter indices."""
+    """Group consecutive tokens by adapter. Return the segment boundaries and the adapter indices."""
     if adapter_indices.numel() == 0:
         return [0], []
     values, counts = torch.unique_consecutive(adapter_indices, return_counts=True)
@@ -67,6 +67,16 @@ class AdapterArena:
             self._view(fields[Field.NEW_ROWS], new * size).view(new, size),
         )
 
+    def classifier(self, adapter: int, name: str) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Return the weight and bias that replace a layer of a classification head, or None."""
+        target, index = self.targets[name], self.lora_targets[name].index
+        fields: list[int] = self.host_table[adapter, index].tolist()
+        count, size = fields[Field.NUM_NEW_ROWS], target.inputs.size
+        if not count:
+            return None
+        bias = None if fields[Field.OUTPUT_BIAS] < 0 else self._view(fields[Field.OUTPUT_BIAS], count)
+        return self._view(fields[Field.NEW_ROWS], count * size).view(count, size), bias
+
     def _view(self, offset: int, count: int) -> torch.Tensor:
         return self.buffer[offset : offset + count] if count else self.buffer[:0]
 
@@ -81,7 +91,7 @@ class HeadRows(NamedTuple):
 
 @dataclass(frozen=True)
 class AdapterBatchData:
-    """Adapter inputs for model layers: the adapter of each token, and the arena with all adapter weights."""
+    """Adapter inputs for model layers: each token's adapter, and the arena with all adapter weights."""
 
     meta: AdapterBatchMetadata
     arena: AdapterArena

@@ -20,19 +20,20 @@ from lorax_server.files.model_files import LFS_POINTER, describe_truncation, fin
 from lorax_server.files.regular_file import Stamp, convert_read_errors, open_regular_file
 from lorax_server.files.strict_json import parse_json
 
-MAX_HEADER_BYTES = 1 << 22
+MAX_HEADER_BYTES = 1 << 24  # adapters with a module per expert have tens of thousands of tensors
 MAX_FILE_BYTES = 1 << 50  # larger offsets are damage, not truncation
 MAX_KEY_LENGTH = 1000
 MAX_DIMENSIONS = 8
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 # Module names in early transformers versions.
 RENAMED_MODULES = {"embed_out": "lm_head"}
+OLD_MIXTURE, MIXTURE = ".block_sparse_moe.", ".mlp."  # Mixtral's name in transformers 4, and in transformers 5
 # Module name prefixes added by PEFT and training libraries.
 WRAPPER_PREFIXES = {"base_model", "model", "module", "_forward_module", "_fsdp_wrapped_module", "_orig_mod"}
 
 
 class TensorRole(Enum):
-    """The purpose of an adapter tensor within its module. Values are the names in PEFT."""
+    """An adapter tensor's role in its module. Values are PEFT's names."""
 
     LORA_A = "lora_A"
     LORA_B = "lora_B"
@@ -88,7 +89,7 @@ class TensorInfo:
 
 
 def read_header(path: Path, name: str, stamp: Stamp | None = None) -> dict[str, TensorInfo]:
-    """Return tensor metadata by tensor name, checked against the file size. `name` is the adapter name.
+    """Return a map from tensor name to metadata, checked against the file size. `name` is the adapter name.
 
     If `stamp` is given, raise SourceError if the file changed after that stamp was read.
     """
@@ -122,7 +123,7 @@ def read_header(path: Path, name: str, stamp: Stamp | None = None) -> dict[str, 
 
 
 def _find_end(header: Mapping[str, Any]) -> int:
-    """Return the end of the last tensor, relative to the end of the header. Invalid entries are ignored."""
+    """Return the last tensor's end offset, relative to the end of the header. Invalid entries are ignored."""
     offsets: list[Any] = [entry.get("data_offsets") for entry in header.values() if isinstance(entry, dict)]
     return max((pair[1] for pair in offsets if _is_range(pair)), default=0)
 
@@ -176,7 +177,7 @@ def assign_tensors(
         role, checkpoint_name = _parse_key(key, name)
         if role is None:
             continue
-        module = _find_module(checkpoint_name, base_modules)
+        module = find_module(checkpoint_name, base_modules)
         if module is None:
             raise AdapterError(
                 f"adapter {name!r}: tensor {key!r} targets a module that this base model does not have or that "
@@ -217,7 +218,7 @@ def _parse_key(key: str, name: str) -> tuple[TensorRole | None, str]:
     raise AdapterError(f"adapter {name!r}: tensor {key!r} is unknown and may change the result")
 
 
-def _find_module(checkpoint_name: str, base_modules: set[str]) -> str | None:
+def find_module(checkpoint_name: str, base_modules: set[str]) -> str | None:
     """Return the base model module for a checkpoint name, ignoring wrapper prefixes and missing leading components."""
     words = checkpoint_name.split(".")
     while True:
@@ -225,6 +226,8 @@ def _find_module(checkpoint_name: str, base_modules: set[str]) -> str | None:
         rest = RENAMED_MODULES.get(rest, rest)
         if rest in base_modules:
             return rest
+        if (renamed := rest.replace(OLD_MIXTURE, MIXTURE)) in base_modules:
+            return renamed
         if len(words) == 1 or words[0] not in WRAPPER_PREFIXES:
             break
         words = words[1:]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from lorax_server.adapters.methods.fields import BlockDiagonal, ConfigReader, Method
+from lorax_server.adapters.methods.fields import GENERATIVE_TASK, POOLING_TASKS, BlockDiagonal, ConfigReader, Method
 from lorax_server.adapters.patterns import PatternMatcher
 from lorax_server.errors import AdapterError
 
@@ -30,6 +30,7 @@ class AdapterConfig:
     token_indices: tuple[int, ...] | Mapping[str, tuple[int, ...]] = ()
     ensure_weight_tying: bool = False
     target_modules: tuple[str, ...] | str | None = None
+    target_parameters: tuple[str, ...] = ()
     exclude_modules: tuple[str, ...] | str = ()
     layers_to_transform: tuple[int, ...] | None = None
     layers_pattern: tuple[str, ...] = ()
@@ -37,6 +38,7 @@ class AdapterConfig:
     projection_seed: int | None = None  # VeRA only; None if the projections are in the file
     base_model_name: str | None = None
     base_model_class: str | None = None
+    task_type: str | None = None
 
     def rank(self, module: str) -> int:
         return self.rank_pattern.get(self._find_pattern(self.rank_pattern, module), self.r)
@@ -59,6 +61,8 @@ class AdapterConfig:
         """Return True if PEFT adapts this module, or None if PEFT's defaults for the model type decide."""
         if self._is_excluded(module):
             return False
+        if self.target_modules is None and self.target_parameters:
+            return False
         if self.target_modules is None or self.target_modules == "all-linear":
             return None
         if isinstance(self.target_modules, str):
@@ -66,6 +70,10 @@ class AdapterConfig:
         if module in self.target_modules:
             return True
         return _has_suffix(module, self.target_modules) and self._is_layer(module)
+
+    def is_target_parameter(self, parameter: str) -> bool:
+        """Return True if PEFT adapts this parameter. Other settings, such as `exclude_modules`, do not apply."""
+        return parameter in self.target_parameters or _has_suffix(parameter, self.target_parameters)
 
     def is_feedforward(self, module: str) -> bool | None:
         """Return True if IA3 scales this module's inputs instead of its outputs, or None if PEFT's defaults decide."""
@@ -91,6 +99,7 @@ class AdapterConfig:
             "alpha_pattern": list(self.alpha_pattern.items()),
             "block_diagonal": None if blocks is None else [blocks.a, blocks.b, blocks.blocks],
             "modules_to_save": sorted(self.modules_to_save),
+            **({"target_parameters": sorted(self.target_parameters)} if self.target_parameters else {}),
             "token_indices": list(tokens.items()) if isinstance(tokens, Mapping) else tokens,
         }
 
@@ -119,7 +128,7 @@ class AdapterConfig:
         return PatternMatcher(self.name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle. Compiled patterns are omitted, so the receiver has a full time budget."""
+        """Return the state to pickle. Compiled patterns are omitted, so the new process has a full time budget."""
         return {key: value for key, value in vars(self).items() if key != "_patterns"}
 
 
@@ -132,7 +141,7 @@ def _has_suffix(module: str, names: tuple[str, ...]) -> bool:
 
 
 def parse_config(raw: Mapping[str, Any], name: str) -> AdapterConfig:
-    """Build the config of adapter `name` from parsed JSON. Raise AdapterError for unsupported settings."""
+    """Build the `AdapterConfig` for adapter `name` from parsed JSON. Raise AdapterError for unsupported settings."""
     reader = ConfigReader(raw, name)
     method = reader.read_method()
     if method is Method.LORA:
@@ -148,12 +157,13 @@ def parse_config(raw: Mapping[str, Any], name: str) -> AdapterConfig:
         layers_pattern=reader.read_names("layers_pattern"),
         base_model_name=reader.read("base_model_name_or_path", str, "must be a string"),
         base_model_class=reader.read_base_model_class(),
+        task_type=raw.get("task_type"),
         **_read_method_fields(reader, method),
     )
 
 
 def _read_method_fields(reader: ConfigReader, method: Method) -> dict[str, Any]:
-    """Return the values of config fields that are specific to the PEFT method."""
+    """Return the values of the PEFT method's own config fields."""
     raw, flags = reader.raw, ("use_rslora", "use_dora", "lora_bias", "ensure_weight_tying")
     if method is Method.LORA:
         return {
@@ -163,6 +173,7 @@ def _read_method_fields(reader: ConfigReader, method: Method) -> dict[str, Any]:
             "alpha_pattern": reader.read_patterns("alpha_pattern", reader.read_number),
             "block_diagonal": reader.read_block_diagonal(),
             "token_indices": reader.read_token_indices(),
+            "target_parameters": reader.read_names("target_parameters"),
             "use_kasa": reader.read_kasa(),
             **{flag: reader.read_flag(flag) for flag in flags},
         }
@@ -174,7 +185,9 @@ def _read_method_fields(reader: ConfigReader, method: Method) -> dict[str, Any]:
     return {}
 
 
-def check_base_model(config: AdapterConfig, model_type: str, model_class: str, base_type: str | None) -> None:
+def check_base_model(
+    config: AdapterConfig, model_type: str, model_class: str, base_type: str | None, task: str = "generate"
+) -> None:
     """Reject an adapter for another architecture before its weights are downloaded.
 
     `base_type` is the `model_type` of the base model that the adapter names. If it is None, incompatible adapters are
@@ -184,6 +197,13 @@ def check_base_model(config: AdapterConfig, model_type: str, model_class: str, b
         raise AdapterError(
             f"adapter {config.name!r} was trained on {config.base_model_name!r}, which has model_type {base_type!r}; "
             f"this server's base model has model_type {model_type!r}"
+        )
+    if task != "generate":  # classes differ in their heads, whose shapes are checked later
+        return
+    if config.task_type in POOLING_TASKS:
+        raise AdapterError(
+            f"adapter {config.name!r}: config field task_type = {config.task_type!r} is not supported; this server "
+            f"generates text, and only {GENERATIVE_TASK} is"
         )
     if config.base_model_class not in (None, model_class):
         raise AdapterError(

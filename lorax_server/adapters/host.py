@@ -72,6 +72,7 @@ def prepare(
     # Python lists, because writing single tensor elements would dominate the run time.
     table, scales = empty_table(len(targets)).tolist(), [0.0] * len(targets)
     modules = set(adapter.modules)
+    indices = {name: index for index, name in enumerate(targets)}
     layout, failure = _BufferLayout(UNIT_BYTES // dtype.itemsize), None
     for index, target in enumerate(targets.values()):
         if target.name not in modules:
@@ -85,6 +86,8 @@ def prepare(
                 table[index][field] = number
             for field, tensor in module.cast_tensors().items():
                 table[index][field] = layout.add(tensor)
+            if weights.shared_a is not None:
+                table[index][Field.A] = table[indices[weights.shared_a]][Field.A]
         except AdapterError as error:  # do not stop here: other ranks may wait for this rank at the next module
             failure = failure or error
         del weights, module  # free the float32 copies before the next module is loaded
@@ -129,7 +132,7 @@ class _BufferLayout:
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy a tensor on the current thread only, so that decode steps keep the other cores.
+    """Copy a tensor on the current thread only, so that the other cores stay free for decode steps.
 
     Transposed tensors are copied in blocks, which is several times faster.
     """
@@ -175,6 +178,8 @@ class _PreparedModule:
         self.rows = self.new_rows = torch.empty(0, size)
         if target.kind in (TargetKind.EMBEDDING, TargetKind.HEAD):
             self._find_changed_rows()
+        elif target.kind is TargetKind.CLASSIFIER:  # all rows are stored, because adapters differ in their labels
+            self.new_rows = weights.weight if weights.weight is not None else target.read().float().cpu()
         self.scale = weights.scale
         self.lora_a, self.lora_b = self._shard_factors()
         self.output_scale = self._compute_output_scale()
@@ -186,12 +191,12 @@ class _PreparedModule:
         self._complete_new_rows()
 
     def count_fields(self) -> dict[Field, int]:
-        rank = 0 if self.lora_b is None or self.target.outputs.size == 0 else self.lora_b.shape[0]
+        rank = 0 if self.lora_b is None or self.target.outputs.size == 0 else self.lora_b.shape[-2]
         return {Field.RANK: rank, Field.NUM_ROWS: len(self.rows), Field.NUM_NEW_ROWS: len(self.new_rows)}
 
     def cast_tensors(self) -> dict[Field, torch.Tensor]:
         tensors = {
-            Field.A: self.lora_a,
+            Field.A: self.lora_a if self.weights.shared_a is None else None,
             Field.B: self.lora_b,
             Field.OUTPUT_SCALE: self.output_scale,
             Field.OUTPUT_BIAS: self.output_bias,
@@ -244,7 +249,7 @@ class _PreparedModule:
         if self.target.kind is TargetKind.LINEAR and weight is not None:
             self.scale = 1.0
             return compute_weight_difference(self.target, weight, self.pause)
-        if lora_a is None or lora_b is None:
+        if lora_a is None or lora_b is None or self.target.kind is TargetKind.CLASSIFIER:
             return None, None
         if self.weights.diagonal is not None:
             return self._shard_kasa_factors(lora_a, lora_b * (self.scale * self.weights.diagonal))
@@ -272,7 +277,7 @@ class _PreparedModule:
         if target.kind is TargetKind.NORM and self.weights.weight is not None:
             base, new = target.read().float().cpu(), target.outputs.select(self.weights.weight, dim=0)
             return self._divide(new + target.offset, base, "base model's norm weight")
-        if magnitude is None:
+        if magnitude is None or target.kind is TargetKind.CLASSIFIER:  # included in the rows
             return None
         if target.kind is TargetKind.HEAD:
             magnitude = _resize_rows(magnitude, target.outputs.full)
@@ -347,6 +352,10 @@ class _PreparedModule:
             return None
         old = None if target.bias is None else target.bias.float().cpu()
         output_bias = None
+        if target.kind is TargetKind.CLASSIFIER:
+            bias = old if weights.bias is None else weights.bias
+            added = None if weights.lora_bias is None else weights.lora_bias * weights.scale
+            return bias if added is None else added if bias is None else bias + added
         if old is not None and (weights.bias is not None or self.output_scale is not None):
             new = old if weights.bias is None else target.outputs.select(self._resize_bias(weights.bias), dim=0)
             output_bias = new - old * (1 if self.output_scale is None else self.output_scale)

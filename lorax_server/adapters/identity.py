@@ -38,7 +38,7 @@ def identify(config: AdapterConfig, path: Path, tensors: Mapping[str, TensorInfo
 def _hash_tensors(
     label: str, path: Path, stamp: Stamp | None, tensors: Iterable[tuple[str, TensorInfo]]
 ) -> dict[str, bytes]:
-    """Return each tensor's hash, which covers name, dtype, shape and data."""
+    """Return a hash of each tensor's name, dtype, shape and data."""
     digests = {}
     chunk = memoryview(bytearray(CHUNK_BYTES))
     with open_regular_file(path, stamp) as file:

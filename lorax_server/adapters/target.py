@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 
@@ -14,7 +15,20 @@ class TargetKind(Enum):
     EMBEDDING = "embedding"
     HEAD = "head"
     NORM = "norm"
+    EXPERTS = "experts"  # the same matrix of all experts in a layer
+    CLASSIFIER = "classifier"  # a layer of a classification head, which adapters replace as a whole
     INPUT = "input"  # not a module: the input to a linear layer, which IA3 can scale
+
+
+class ExpertTarget(NamedTuple):
+    """The names in PEFT for a target of kind `EXPERTS`."""
+
+    num_experts: int
+    top_k: int  # experts per token
+    module: str  # module that contains all experts
+    matrix: str  # name of the matrix in modules for one expert, `MODULE.0.MATRIX`
+    parameter: str  # parameter of `module` that contains this matrix of all experts
+    outputs: slice  # outputs of this matrix in the parameter
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +54,8 @@ class AdapterTarget:
     # The preceding target that produces this module's inputs, and the first of its outputs that is an input. IA3 input
     # scales are applied to these outputs.
     input_scale_target: tuple[str, int] | None = None
+    experts: ExpertTarget | None = None  # for the kind `EXPERTS`, whose sizes are those of one expert
+    is_resizable: bool = False  # adapters may replace the layer with another number of outputs
 
     def read(self, rows: slice = slice(None)) -> torch.Tensor:
         """Return rows of this rank's base model weight."""
@@ -54,6 +70,9 @@ class AdapterTarget:
         return weight.t() if self.kind is TargetKind.LINEAR else weight.flatten()
 
     def shard_factors(self, lora_a: torch.Tensor, lora_b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this rank's shard of PEFT's factors `[rank, in]` and `[out, rank]`, in the layout of `Field`."""
-        local_a, local_b = self.inputs.select(lora_a, dim=1), self.outputs.select(lora_b, dim=0).t()
+        """Return this rank's shard of PEFT's factors `[rank, in]` and `[out, rank]`, in the layout of `Field`.
+
+        The factors of experts have the experts as an additional first dimension.
+        """
+        local_a, local_b = self.inputs.select(lora_a, dim=-1), self.outputs.select(lora_b, dim=-2).mT
         return (local_a.t() if self.kind is TargetKind.EMBEDDING else local_a), local_b

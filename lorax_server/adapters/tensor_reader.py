@@ -77,8 +77,8 @@ class TensorReader:
 def is_finite(tensor: torch.Tensor) -> bool:
     """Return True if all elements are finite.
 
-    Compares bit patterns as integers, which sort by magnitude. This is 20 times faster than `torch.isfinite` and uses
-    one thread, so it does not compete with decode steps.
+    Bit patterns are compared as integers, because they are ordered by magnitude. This is 20 times faster than
+    `torch.isfinite` and uses one thread, so it does not compete with decode steps.
     """
     if not tensor.numel():
         return True

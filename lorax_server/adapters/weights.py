@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -29,11 +29,11 @@ MERGEABLE_ROLES = (*FACTORS, TensorRole.WEIGHT)
 class ModuleWeights:
     """Adapter tensors for one module: unsharded, on the CPU, and finite.
 
-    The factors keep the dtype of the file to save memory. All other tensors are float32.
+    The factors keep the file's dtype to save memory. All other tensors are float32.
     """
 
-    lora_a: torch.Tensor | None = None  # [rank, in]
-    lora_b: torch.Tensor | None = None  # [out, rank]
+    lora_a: torch.Tensor | None = None  # [rank, in]; for experts [experts, rank, in]
+    lora_b: torch.Tensor | None = None  # [out, rank]; for experts [experts, out, rank]
     scale: float = 0.0
     magnitude: torch.Tensor | None = None  # [out], DoRA
     diagonal: torch.Tensor | None = None  # [rank], KaSA
@@ -43,6 +43,7 @@ class ModuleWeights:
     weight: torch.Tensor | None = None  # replaces the base model weight
     token_ids: tuple[int, ...] = ()
     token_rows: torch.Tensor | None = None  # [token ids, size], replaces the rows of `token_ids`
+    shared_a: str | None = None  # an earlier module with the same `lora_a`
 
 
 class AdapterWeights(Protocol):
@@ -86,7 +87,7 @@ class StoredAdapter:
 
     @property
     def modules(self) -> list[str]:
-        return list(self._contents.keys)
+        return [*self._contents.keys, *self._contents.experts.by_target]
 
     def identify(self) -> str:
         with self._detecting_changes():
@@ -96,6 +97,8 @@ class StoredAdapter:
         """Return a description of a setting or tensor that prevents merging, or None."""
         if self.config.method is not Method.LORA:
             return f"peft_type = {self.config.method.value}"
+        if self._contents.experts.by_target:
+            return "LoRA factors for experts"
         if self.config.modules_to_save:
             return f"modules_to_save = {list(self.config.modules_to_save)}"
         tensors = (item for keys in self._contents.keys.values() for item in keys.items())
@@ -105,9 +108,14 @@ class StoredAdapter:
         return self._contents.find_rank(module)
 
     def load(self, module: str) -> ModuleWeights:
-        contents, keys = self._contents, self._contents.keys[module]
+        contents, experts = self._contents, self._contents.experts
+        if module in experts.by_target:
+            with self._detecting_changes():
+                lora_a, lora_b = experts.load(module, self._read)
+            return ModuleWeights(lora_a, lora_b, experts.by_target[module].scale, shared_a=experts.find_shared(module))
+        keys = contents.keys[module]
         with self._detecting_changes():
-            tensors = {role.field: self._read(role, key) for role, key in keys.items()}
+            tensors: dict[str, Any] = {role.field: self._read(role, key) for role, key in keys.items()}
             scale = self._expand_factors(module, tensors)
             output_scale = self._find_output_scale(module, tensors.pop("ia3", None))
         if "weight" in tensors:

@@ -115,7 +115,7 @@ def _measure(api: ApiClient, body: Mapping[str, Any]) -> RequestTiming:
 
 
 def summarize(samples: Sequence[RequestTiming], wall_s: float) -> dict[str, Any]:
-    """Return the number of failed requests by reason, and throughput and latency of the successful requests."""
+    """Return the failed request count per reason, and throughput and latency of the successful requests."""
     done = [sample for sample in samples if not sample.error]
     tokens = sum(sample.tokens for sample in done)
     return {

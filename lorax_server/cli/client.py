@@ -114,7 +114,7 @@ def _generate(api: ApiClient, args: Namespace) -> int:
 
 
 def _generate_text(api: ApiClient, args: Namespace, prompt: str, details: dict[str, Any]) -> Generator[str]:
-    """Yield the completion of a chat message, or of a text if there is no chat template. Set `details` at the end."""
+    """Yield a chat response, or a text completion if there is no chat template. Set `details` at the end."""
     if not args.raw:
         try:
             yield from _respond(api, args, prompt, details)
@@ -147,7 +147,7 @@ def _respond(api: ApiClient, args: Namespace, prompt: str, details: dict[str, An
 
 
 def _complete(api: ApiClient, args: Namespace, prompt: str, details: dict[str, Any]) -> Generator[str]:
-    """Yield the completion of a text."""
+    """Yield a text completion of the prompt."""
     parameters = _without_none(
         adapter_id=args.adapter,
         adapter_source=args.adapter_source,
@@ -173,7 +173,7 @@ def _complete(api: ApiClient, args: Namespace, prompt: str, details: dict[str, A
 
 
 def _uses_sampling(args: Namespace) -> bool:
-    """Return True if a flag enables sampling. Otherwise, the most likely tokens are selected."""
+    """Return True if a flag enables sampling. Otherwise, decoding is greedy."""
     sampling = _sampling_parameters(args)
     return bool({"temperature", "top_p", "top_k"} & sampling.keys()) and sampling.get("temperature") != 0
 
@@ -223,7 +223,7 @@ class Conversation:
                 self.messages += [message, {"role": "assistant", "content": text}]
 
     def _print_response(self, messages: list[dict[str, str]]) -> str:
-        """Print a response and return its text, which may be cut off by Ctrl-C."""
+        """Print a response and return its text, which may be truncated by Ctrl-C."""
         text = ""
         try:
             with closing(self._stream_text(messages)) as chunks:

@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from lorax_server import __version__
 from lorax_server.cli.environment import check_packages
@@ -21,6 +22,7 @@ from lorax_server.config import ModelConfig, ServerConfig
 from lorax_server.errors import ConfigError, LoraxError
 from lorax_server.files.model_files import check_model_files
 from lorax_server.model_types import check_model_config
+from lorax_server.pooling import GENERATE, find_task
 
 logger = logging.getLogger(__name__)
 
@@ -249,7 +251,10 @@ def _find_model(parsed: ParsedSettings) -> Path:
     location = str(values.get("weights_cache_override", parsed.model_location))
 
     def check(folder: Path) -> None:
-        check_model_config(folder, parsed.model_id, needs_adapters=parsed.has_adapters)
+        def generates(config: Mapping[str, Any]) -> bool:
+            return find_task(folder, config, parsed.values.get("task", "auto")) == GENERATE
+
+        check_model_config(folder, parsed.model_id, needs_adapters=parsed.has_adapters, generates=generates)
 
     if (path := find_local_model(location)) is not None:
         from lorax_server.gguf.model_folder import find_model_folder  # noqa: PLC0415 - slow

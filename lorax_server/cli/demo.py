@@ -31,7 +31,7 @@ MODEL_FLAGS = ("revision", "source", "weights_cache_override", "tokenizer_config
 
 
 def add_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` and the demo settings combined. Values that the operator set take precedence."""
+    """Return the demo settings, overridden by `values` (set by the operator)."""
     if any(name in values for name in MODEL_FLAGS):
         raise ConfigError(MISSING_MODEL_MESSAGE)
     if not (FOLDER / "model" / MODEL_CONFIG_FILE).is_file():

@@ -10,7 +10,7 @@ from lorax_server.errors import ConfigError
 
 
 def check_packages(requirements: Iterable[str] | None = None) -> None:
-    """Raise `ConfigError` if another package has changed the version of a dependency, as `lorax-client` does.
+    """Raise `ConfigError` if another package has changed a dependency's version, as `lorax-client` does.
 
     The error names the package, both versions and the command that repairs the environment. By default, the
     requirements of lorax_server are checked.

@@ -189,7 +189,6 @@ FLAG_GROUPS: Mapping[str, tuple[Flag, ...]] = {
             "switch",
             rejection_reason="checkpoint code is never executed; omit the flag if the architecture is supported",
         ),
-        Flag("--embedding-dim", "not supported", "integer", rejection_reason="embeddings are not supported yet"),
     ),
     "adapter sources": (
         *make_flags(config.SourceConfig),
@@ -272,7 +271,7 @@ def write_json(figures: Mapping[str, Any], path: str) -> None:
 
 
 def build_parser(command: str) -> Parser:
-    """Build the parser for `serve` or `launcher`. It leaves all values as strings."""
+    """Build the parser for `serve` or `launcher`. Parsed values are strings."""
     program = PROGRAMS[command]
     parser = Parser(
         prog=program,

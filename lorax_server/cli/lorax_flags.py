@@ -6,6 +6,7 @@ FLAG_NAMES = {
     "tokenizer_config_path": "--tokenizer-config-path",
     "dtype": "--dtype",
     "quantize": "--quantize",
+    "embedding_dim": "--embedding-dim",
     "tensor_parallel": "--num-shard",
     "static_adapter": "--adapter-id",
     "default_source": "--default-adapter-source",

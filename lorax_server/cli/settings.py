@@ -37,7 +37,7 @@ class ParsedSettings:
 
     @property
     def adapter_token(self) -> str | None:
-        """The hub token for adapters if the request contains no token, or None."""
+        """The hub token for adapters if a request contains no token, or None."""
         return self.token if self.values.get("use_global_hf_token") else None
 
     @property
@@ -100,7 +100,7 @@ class ParsedSettings:
         return {flag.field: self.values[flag.key] for flag in flags}
 
     def _make_source_config(self, local: Sequence[str]) -> SourceConfig:
-        """Return the adapter source configuration. All local folders that the operator named become roots.
+        """Return the adapter source configuration. All local folders in the operator's settings become roots.
 
         `--adapters-dir` is the first root, because its adapters are listed by name.
         """

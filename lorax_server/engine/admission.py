@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lorax_server.errors import ContextLengthError, InputError, LoraxError, OverloadedError
+from lorax_server.errors import ContextLengthError, InputError, LoraxError, NotSupportedError, OverloadedError
 from lorax_server.plan import Capabilities
 from lorax_server.types import Request, SchedulerCounters
 
@@ -27,14 +27,18 @@ class Limits(Capabilities):
         assert self.max_prefill_chunk_tokens is None or self.max_prefill_chunk_tokens > 0, self.max_prefill_chunk_tokens
         assert self.max_step_tokens >= self.max_num_seqs > 0, "every running sequence needs one token per step"
         least = self.max_length + self.max_num_seqs
-        assert self.can_chunk or self.max_step_tokens >= least, "max_step_tokens is too small for one prompt"
+        # Sequences that generate no text run for one step, which may be larger if it has only one sequence.
+        is_large_enough = self.can_chunk or self.task != "generate" or self.max_step_tokens >= least
+        assert is_large_enough, "max_step_tokens is too small for one prompt"
 
 
-def check_request(request: Request, max_length: int) -> None:
-    """Raise if the prompt is empty or the request exceeds the maximum length."""
+def check_request(request: Request, max_length: int, task: str = "generate") -> None:
+    """Raise if the prompt is empty or the request exceeds the maximum length, or cannot be run with this task."""
     num_prompt, num_new = len(request.prompt_ids), request.stop.max_new_tokens
     if not num_prompt:
         raise InputError("`inputs` cannot be empty")
+    if task != "generate" and num_new > 1:
+        raise NotSupportedError(f"text generation is not supported: the model is served with task = {task}")
     if num_prompt + num_new > max_length:
         raise ContextLengthError(
             f"`inputs` tokens + `max_new_tokens` must be <= {max_length}. Given: {num_prompt} `inputs` "
@@ -65,7 +69,7 @@ def make_nan_error(is_merged: bool) -> LoraxError:
 
 
 class Backlog:
-    """Estimates the queueing time from the tokens of waiting requests.
+    """Estimates the queueing time from the token counts of waiting requests.
 
     Throughput and completion length are exponential moving averages.
     """

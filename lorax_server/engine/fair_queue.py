@@ -17,9 +17,9 @@ SHARE_TOLERANCE = 1e-6  # maximum rounding error of a share, in slots
 class _ServedTokens:
     """Counts served tokens per name (tenant or adapter).
 
-    Idle names gain no credit: a name that starts waiting again gets at least the lowest count of the waiting names.
-    Each served token also raises the initial count of new names, so that a stream of new names cannot starve waiting
-    names.
+    Idle names gain no credit: a name that starts waiting again starts with at least the lowest count of all waiting
+    names. Each served token also raises the initial count of new names, so that a stream of new names cannot starve
+    waiting names.
     """
 
     def __init__(self) -> None:

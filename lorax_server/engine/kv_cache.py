@@ -26,7 +26,7 @@ class KvCache:
         return self._pool.num_free * self._pool.block_size
 
     def reuse_prefix(self, sequence: Sequence) -> None:
-        """Acquire the cached blocks that match the start of a sequence. The sequence must have no blocks yet.
+        """Acquire the cached blocks that match a sequence's prefix. The sequence must have no blocks yet.
 
         At least one token remains to be computed, because sampling needs its logits. If prompt log probabilities are
         requested, no blocks are reused.

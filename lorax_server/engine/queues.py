@@ -21,7 +21,7 @@ class Queues:
         fail: Callable[[Sequence, LoraxError], None],
         clock: Callable[[], float],
     ) -> None:
-        """Create the queues. `fail` is called after a failed sequence was removed from its queue."""
+        """Create the queues. `fail` is called after a failed sequence has been removed from its queue."""
         self.ready = ready  # ready to run
         self._limits = limits
         self._adapters = adapters
@@ -43,7 +43,7 @@ class Queues:
         return None if deadline is None else max(0.0, deadline - self._clock())
 
     def block(self, sequence: Sequence) -> None:
-        """Hold back a sequence until `unblock` is called."""
+        """Keep a sequence out of the ready queue until `unblock` is called."""
         self._blocked.add(sequence)
 
     def unblock(self, sequence: Sequence) -> None:

@@ -39,7 +39,7 @@ class Drafter(Protocol):
 
 
 class Scheduler:
-    """Assigns each step a number of tokens per sequence, for prefill and decode alike.
+    """Chooses how many tokens of each sequence run in a step, for both prefill and decode.
 
     `schedule` may be called before the previous step has finished, because it needs only token counts. If a sequence
     turns out to be finished, its extra token is dropped.
@@ -91,7 +91,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raise if it can never run or would wait too long."""
-        check_request(request, min(self.limits.max_length, self._cache.num_tokens))
+        check_request(request, min(self.limits.max_length, self._cache.num_tokens), self.limits.task)
         assert request.request_id not in self._by_id, f"request {request.request_id} was already added"
         self._backlog.check_overload(self.num_waiting)
         self._adapters.add_request(request.adapter_identity)
@@ -193,6 +193,8 @@ class Scheduler:
                 output = self._append_tokens(sampled, tokens)
                 if num_drafted:
                     output = output._replace(num_drafted=num_drafted, num_accepted=len(rows) - 1)
+                if result.pooled and output.failure is None:  # the token only marks the end of the sequence
+                    output = output._replace(tokens=(), pooled=result.pooled[number])
                 outputs.append(output)
         self.counters.generated_tokens += sum([len(output.tokens) for output in outputs])
         return self.pop_failed() + outputs
@@ -204,7 +206,7 @@ class Scheduler:
         self.fail(step.find_largest_sequence().request.request_id, error)
 
     def pop_failed(self) -> list[Output]:
-        """Return the outputs of failed requests that are not reported yet, and clear the list."""
+        """Return the outputs of failed requests that have not been reported yet, and clear the list."""
         failed, self._failed = self._failed, []
         return failed
 
@@ -288,7 +290,7 @@ class Scheduler:
         return self._sorted[1]
 
     def _must_reserve_tokens(self) -> bool:
-        """Return True if long prompts must leave tokens for a waiting tenant that can get a slot."""
+        """Return True if long prompts must leave part of the token budget to a waiting tenant that can get a slot."""
         return bool(self._free_slots) and self._waiting.has_several_tenants and self._waiting.has_tenant_under_share
 
     def _allocate_or_preempt(self, builder: StepBuilder, sequence: Sequence, count: int) -> bool:
@@ -330,7 +332,7 @@ class Scheduler:
             self.queues.enqueue(sequence)
 
     def _admit(self, builder: StepBuilder) -> bool:
-        """Add the next waiting sequence to the step. Return False if no sequence is ready or blocks are missing."""
+        """Add the next waiting sequence to the step. Return False if none is ready or too few blocks are free."""
         sequence = self.queues.peek_ready()
         if sequence is None:
             return False
@@ -363,7 +365,9 @@ class Scheduler:
         self._waiting.acquire_slot(request.tenant)
         tokens = sequence.token_ids.copy()
         builder.new_sequences.append(
-            NewSequence(sequence.slot, tokens, len(request.prompt_ids), request.sampling, request.stop)
+            NewSequence(
+                sequence.slot, tokens, len(request.prompt_ids), request.sampling, request.stop, request.second_start
+            )
         )
         index = self._adapters.index_of(identity, sequence.has_started)
         assert index is not None

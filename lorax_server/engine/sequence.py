@@ -12,7 +12,7 @@ from lorax_server.types import Alternatives, FinishReason, Output, Request, Star
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """The tokens of one completion, and its KV blocks and slot on the workers."""
+    """One completion's tokens, and its KV blocks and slot on the workers."""
 
     request: Request
     arrival: int

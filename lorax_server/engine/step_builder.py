@@ -140,7 +140,7 @@ class SubmittedStep(NamedTuple):
                 sequence.num_computed -= 1 + len(self.drafts.get(index, ()))
 
     def find_largest_sequence(self) -> Sequence:
-        """Return the sequence that probably needs the most memory, or the newest of several such sequences."""
+        """Return the sequence that probably needs the most memory. Ties go to the newest sequence."""
         columns = self.columns
         counts, scores_prompt = columns.counts.tolist(), columns.scores_prompt.tolist()
         return max(zip(columns.sequences, counts, scores_prompt, strict=True), key=_memory_rank)[0]
@@ -212,9 +212,12 @@ class StepBuilder:
         return sums
 
     def chunk_size(self, num_tokens: int, reserve: int = 0) -> int:
-        """Return how many of `num_tokens` fit into the step if `reserve` tokens are kept for other sequences."""
+        """Return how many of `num_tokens` fit into the step if `reserve` tokens are reserved for other sequences.
+
+        Without chunks, the first sequence always fits.
+        """
         if not self.can_chunk:
-            return num_tokens if num_tokens <= self.budget else 0
+            return num_tokens if num_tokens <= self.budget or not self.sequences else 0
         available = max(self.budget - reserve, min(self.budget, 1))
         return min(num_tokens, available, self.max_prefill_chunk_tokens or self.budget)
 

@@ -1,4 +1,4 @@
-"""A disk cache that makes the next server start faster. Keys are hashes of all inputs."""
+"""A disk cache that speeds up the next server start. Keys are hashes of all inputs."""
 
 import hashlib
 import logging

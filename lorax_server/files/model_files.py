@@ -27,7 +27,7 @@ def find_checkpoint(folder: Path) -> Path:
 
 
 def read_index(path: Path) -> dict[str, Path]:
-    """Return the file of each tensor from a weight index."""
+    """Return a map from tensor name to shard file, read from a weight index."""
     try:
         weight_map = json.loads(path.read_text())["weight_map"]
         files = {str(name): str(file) for name, file in weight_map.items()}
@@ -56,9 +56,9 @@ def check_model_files(folder: Path) -> None:
 
 
 def find_truncation(path: Path) -> str | None:
-    """Return a description if a safetensors file is shorter than its header says, or None.
+    """Return an error message if a safetensors file is shorter than its header says, or None.
 
-    Other problems of the file are not detected.
+    Other problems are not detected.
     """
     try:
         with path.open("rb") as file:
@@ -77,7 +77,7 @@ def find_truncation(path: Path) -> str | None:
 
 
 def find_header_truncation(start: bytes, size: int, max_header_bytes: int) -> str | None:
-    """Return a description if a file of `size` bytes ends within its safetensors header, or None.
+    """Return an error message if a file of `size` bytes ends within its safetensors header, or None.
 
     `start` contains the first bytes of the file.
     """

@@ -23,7 +23,7 @@ FolderKey = tuple[Path, tuple[tuple[str, Stamp], ...]]  # folder, file stamps
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in a model folder's file, or None if the file does not exist."""
+    """Return the JSON object from a file in a model folder, or None if the file does not exist."""
     return TokenizerFolder(path.parent).read_json(path.name)
 
 

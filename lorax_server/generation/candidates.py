@@ -1,4 +1,4 @@
-"""Seeds and ranking of `best_of` candidates."""
+"""Seeds and ranking for `best_of` candidates."""
 
 import math
 from collections.abc import Sequence

@@ -7,7 +7,16 @@ from typing import NamedTuple
 from lorax_server.errors import LoraxError
 from lorax_server.generation.stopping import StoppingCriteria
 from lorax_server.text.detokenizer import Detokenizer
-from lorax_server.types import Alternatives, FinishReason, Output, Request, SampledToken, SamplingParams, StopParams
+from lorax_server.types import (
+    Alternatives,
+    FinishReason,
+    Output,
+    Pooled,
+    Request,
+    SampledToken,
+    SamplingParams,
+    StopParams,
+)
 
 
 class TokenEvent(NamedTuple):
@@ -37,6 +46,7 @@ class Completion:
     prompt_alternatives: list[Alternatives] | None = None  # for the same tokens as `prompt_logprobs`
     num_drafted: int = 0  # draft tokens that were verified for this completion
     num_skipped: int = 0  # tokens that needed no step of their own, because a draft token was accepted
+    pooled: Pooled | None = None  # the result of a model without text generation
 
 
 class Generation:
@@ -76,6 +86,9 @@ class Generation:
             completion.prompt_logprobs = output.prompt_logprobs
             completion.prompt_alternatives = output.prompt_alternatives
         completion.num_drafted += output.num_drafted
+        if output.pooled is not None:
+            completion.pooled, completion.finish_reason = output.pooled, output.finish_reason
+            return
         last = len(output.tokens) - 1
         for index, token in enumerate(output.tokens):
             is_skipped = 0 < index <= output.num_accepted

@@ -61,7 +61,7 @@ class StoppingCriteria:
     def __call__(self, last_token: int, last_text: str, pending_text: str = "") -> tuple[bool, FinishReason | None]:
         """Append a token and its text. Return whether the completion stops, and the finish reason.
 
-        If this is the last token, `pending_text` is appended, too.
+        If this is the last token, `pending_text` is also appended.
         """
         self.current_tokens += 1
         reason = None

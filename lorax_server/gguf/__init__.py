@@ -1,1 +1,1 @@
-"""Read GGUF files: models and adapters in the format of llama.cpp."""
+"""Read GGUF files: models and adapters in llama.cpp's format."""

@@ -1,4 +1,4 @@
-"""Translate the metadata and tensor names of GGUF files to transformers' configs and tensor names.
+"""Translate GGUF metadata and tensor names to transformers configs and tensor names.
 
 llama.cpp's converters define these names. They also reorder query and key rows, and change norm weights.
 """
@@ -35,16 +35,16 @@ LLAMA_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 HEAD_NORM_NAMES = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-SANDWICH_NAMES = {
+SANDWICH_NORM_NAMES = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-POST_NORM_NAMES = {name: SANDWICH_NAMES[name] for name in ("post_attention_norm", "post_ffw_norm")}
+POST_NORM_NAMES = {name: SANDWICH_NORM_NAMES[name] for name in ("post_attention_norm", "post_ffw_norm")}
 
 
 class TensorSource(NamedTuple):
-    """The location of a tensor that has a transformers name, and how its values differ from transformers."""
+    """The location of one transformers tensor in a GGUF file, and how its values differ from transformers."""
 
     entry: TensorEntry
     shape: tuple[int, ...]  # in transformers
@@ -54,7 +54,7 @@ class TensorSource(NamedTuple):
 
 
 class _Fields:
-    """Reads metadata fields of a file's architecture, by their names without prefix."""
+    """Reads a file's architecture-specific metadata fields. Names omit the architecture prefix."""
 
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
@@ -114,7 +114,7 @@ def find_architecture(file: GGUFFile) -> GGUFArchitecture:
 
 
 def make_config(file: GGUFFile) -> dict[str, Any]:
-    """Return the content of transformers' `config.json` for a file."""
+    """Return the transformers `config.json` content for a file."""
     fields, arch = _Fields(file), find_architecture(file)
     if "token_embd.weight" not in file.tensors:
         raise file.error("tensor 'token_embd.weight' is missing")
@@ -153,7 +153,7 @@ NULLABLE_FIELDS = ("sliding_window", "bos_token_id", "eos_token_id", "pad_token_
 
 
 def map_tensors(file: GGUFFile, config: Mapping[str, Any]) -> dict[str, TensorSource]:
-    """Return the tensors of a file by their names in transformers. Reject unknown tensors."""
+    """Return a map from transformers tensor names to tensors in the file. Reject unknown tensors."""
     arch = find_architecture(file)
     tensors: dict[str, TensorSource] = {}
     for name, entry in file.tensors.items():
@@ -227,7 +227,7 @@ def _rope_parameters(fields: _Fields) -> dict[str, Any]:
 
 
 def _llama3_rope(fields: _Fields, factors: "np.ndarray[Any, np.dtype[np.float32]]") -> dict[str, Any]:
-    """Return Llama 3's RoPE settings. The file contains only the resulting divisors of the frequencies."""
+    """Return Llama 3's RoPE settings. The file contains only the resulting frequency divisors."""
     values = LLAMA3_ROPE | {"factor": float(factors.max())}
     frequencies = fields.rope_theta() ** -(np.arange(len(factors)) / len(factors))
     turns = values["original_max_position_embeddings"] * frequencies / (2 * math.pi)
@@ -361,14 +361,14 @@ def _make_architectures() -> dict[str, GGUFArchitecture]:
         "gemma2": GGUFArchitecture(
             "gemma2",
             "Gemma2ForCausalLM",
-            LLAMA_NAMES | SANDWICH_NAMES,
+            LLAMA_NAMES | SANDWICH_NORM_NAMES,
             norm_offset=-1.0,
             make_config=_gemma2_config,
         ),
         "gemma3": GGUFArchitecture(
             "gemma3_text",
             "Gemma3ForCausalLM",
-            llama_with_head_norms | SANDWICH_NAMES,
+            llama_with_head_norms | SANDWICH_NORM_NAMES,
             norm_offset=-1.0,
             make_config=_gemma3_config,
         ),

@@ -102,7 +102,7 @@ class GGUFFile:
     tensors: Mapping[str, TensorEntry] = field(repr=False)
 
     def get(self, key: str, kind: type[T]) -> T | None:
-        """Return a metadata value, or None if the key is missing. Raise WeightsError for a value of another type."""
+        """Return a metadata value, or None if the key is missing. Raise WeightsError if the value has another type."""
         value = self.metadata.get(key)
         if kind is float and type(value) is int:
             value = float(value)

@@ -1,7 +1,7 @@
 """Model folders for GGUF files.
 
 The rest of the server reads models from folders with `config.json` and tokenizer files. For a GGUF file, such a folder
-is written to the disk cache once. It contains no weights, but the paths of the GGUF files.
+is written to the disk cache once. It contains the paths of the GGUF files instead of weights.
 """
 
 import json
@@ -72,7 +72,7 @@ def _find_cached(path: Path) -> Path:
 
 
 def _make_files(file: GGUFFile, parts: Sequence[Path]) -> dict[str, str]:
-    """Return the content of a model folder by file name."""
+    """Return the files in a model folder, as a map from file name to content."""
     config, tokenizer = make_config(file), make_tokenizer(file)
     map_tensors(file, config)  # rejects unknown tensors
     content: dict[str, Any] = {

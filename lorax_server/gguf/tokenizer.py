@@ -12,28 +12,28 @@ from lorax_server.gguf.container import GGUFFile
 
 # Token types in `tokenizer.ggml.token_type`.
 CONTROL, USER_DEFINED = 3, 4
-NAMED_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+SPECIAL_TOKEN_KEYS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 # Metadata fields with end tokens, and names of control tokens that llama.cpp treats as end tokens in every model.
-END_TOKEN_KEYS = ("eos", "eot", "eom")
-END_TOKENS = {
+EOS_TOKEN_KEYS = ("eos", "eot", "eom")
+EOS_TOKENS = {
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>"),
     *("<|end_of_text|>", "<|END_OF_TURN_TOKEN|>", "<|end_of_turn|>", "<|endofturn|>", "<|return|>", "[|endofturn|]"),
 }
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = rf"{_SUFFIXES}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_REST}"
-_QWEN2 = rf"{_SUFFIXES}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_REST}"
+_WHITESPACE = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_SUFFIXES}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_WHITESPACE}"
+_QWEN2 = rf"{_SUFFIXES}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_WHITESPACE}"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _WORDS = [rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}{first}{_LOWER}{second}" for first, second in ("*+", "+*")]
-_TEKKEN = rf"{'|'.join(_WORDS)}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}"
+_TEKKEN = rf"{'|'.join(_WORDS)}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_WHITESPACE}"
 _GPT4O = "|".join(rf"{word}{_SUFFIXES}?" for word in _WORDS)
-_GPT4O = rf"{_GPT4O}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}"
+_GPT4O = rf"{_GPT4O}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_WHITESPACE}"
 
 
 class PreTokenizer(NamedTuple):
-    """Splits text into words for a byte-level tokenizer: one pattern after the other."""
+    """Splits text into words for a byte-level tokenizer by applying the patterns in order."""
 
     patterns: tuple[str, ...]
     ignores_merges: bool = False  # words in the vocabulary become one token, without merges
@@ -75,7 +75,7 @@ def make_tokenizer(file: GGUFFile) -> GGUFTokenizer:
     model = file.require("tokenizer.ggml.model", str)
     if model not in ("gpt2", "llama"):
         raise ConfigError(f"{file.path}: tokenizer {model[:40]!r} is not supported; use gpt2 or llama")
-    named = dict(_read_named_tokens(file, tokens))
+    named = dict(_read_special_tokens(file, tokens))
     try:
         if model == "gpt2":
             backend, adds_bos = _make_byte_level(file, tokens)
@@ -94,17 +94,17 @@ def make_tokenizer(file: GGUFFile) -> GGUFTokenizer:
     )
     _add_template(file, backend, named, adds_bos)
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **named, "chat_template": _read_chat_templates(file)}
-    ends = [file.get(f"tokenizer.ggml.{key}_token_id", int) for key in END_TOKEN_KEYS]
+    ends = [file.get(f"tokenizer.ggml.{key}_token_id", int) for key in EOS_TOKEN_KEYS]
     ends += [
         token_id
         for token_id, (token, kind) in enumerate(zip(tokens, types, strict=False))
-        if kind in (CONTROL, USER_DEFINED) and token in END_TOKENS
+        if kind in (CONTROL, USER_DEFINED) and token in EOS_TOKENS
     ]
     return GGUFTokenizer(backend, config, list(dict.fromkeys(each for each in ends if each is not None)))
 
 
-def _read_named_tokens(file: GGUFFile, tokens: list[str]) -> Iterator[tuple[str, str]]:
-    for name, key in NAMED_TOKENS.items():
+def _read_special_tokens(file: GGUFFile, tokens: list[str]) -> Iterator[tuple[str, str]]:
+    for name, key in SPECIAL_TOKEN_KEYS.items():
         token_id = file.get(f"tokenizer.ggml.{key}_token_id", int)
         if token_id is None:
             continue
@@ -114,7 +114,7 @@ def _read_named_tokens(file: GGUFFile, tokens: list[str]) -> Iterator[tuple[str,
 
 
 def _add_template(file: GGUFFile, backend: Tokenizer, named: Mapping[str, str], adds_bos: bool) -> None:
-    """Let the tokenizer add BOS and EOS tokens to texts."""
+    """Configure the tokenizer to add BOS and EOS tokens."""
     flags = {"bos_token": adds_bos, "eos_token": False}
     added = []
     for name, default in flags.items():

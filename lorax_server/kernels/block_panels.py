@@ -95,7 +95,7 @@ class BlockPanels(StoredMatrix):
 
 
 def to_block_panels(matrix: BlockMatrix, width: int, bias: int) -> BlockPanels:
-    """Return a quantized matrix in panels of `width` outputs. `bias` is 0 or 128, added to 8-bit values."""
+    """Pack a quantized matrix into panels of `width` outputs. `bias` is 0 or 128, added to 8-bit values."""
     outputs, inputs = matrix.shape
     dtypes = {part.dtype for part in matrix.tensors[1:]}
     scale_dtype = torch.float16 if dtypes == {torch.float16} else torch.float32
@@ -113,7 +113,7 @@ def to_block_panels(matrix: BlockMatrix, width: int, bias: int) -> BlockPanels:
 
 
 def _split(panels: torch.Tensor, layout: BlockFormat) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return views on the integers (int32 groups), the scales and the offsets: `[panels, blocks, parts, width]`."""
+    """Return views of the integers (int32 groups), the scales and the offsets: `[panels, blocks, parts, width]`."""
     ends = (layout.value_bytes, layout.value_bytes + layout.scale_bytes)
     values = panels[..., : ends[0]].view(torch.int32).unflatten(-1, (-1, layout.width))
     scales = panels[..., ends[0] : ends[1]].view(layout.scale_dtype).unflatten(-1, (-1, layout.width))

@@ -1,6 +1,6 @@
 """`StoredMatrix`, a weight matrix that is not stored as a plain tensor.
 
-Layers, models and adapters know only this class. Its subclasses are kernel layouts and quantized formats.
+Layers, models and adapters use only this class. Its subclasses are kernel layouts and quantized formats.
 """
 
 from abc import ABC, abstractmethod
@@ -10,7 +10,7 @@ import torch
 
 
 class StoredMatrix(ABC):
-    """A matrix `[outputs, inputs]` in the layout of a kernel or of a quantized format."""
+    """A matrix `[outputs, inputs]` in a kernel's layout or in a quantized format."""
 
     dtype: torch.dtype  # dtype of the activations, and of the rows that `read` returns
 
@@ -25,7 +25,7 @@ class StoredMatrix(ABC):
     @property
     @abstractmethod
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors that hold the matrix, to count its memory."""
+        """Return the tensors that store the matrix, for example to count its memory."""
 
     @abstractmethod
     def __getitem__(self, rows: slice) -> Self:

@@ -4,8 +4,8 @@ Each layer's KV cache is two tensors `[num_blocks, num_kv_heads, block_size, hea
 contiguous for each head. A cache slot is `block * block_size + offset`.
 """
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -34,6 +34,12 @@ class AttentionSpec:
     soft_cap: float | None = None  # scores become `cap * tanh(score / cap)`; None for no cap
     # ALiBi slopes, [num_heads] float32 on the device: a score decreases by the slope for each token of distance.
     slopes: torch.Tensor | None = field(default=None, compare=False)
+    # Attention sinks, [num_heads] float32 on the device: a score that each head's softmax includes, without a value.
+    sinks: torch.Tensor | None = field(default=None, compare=False)
+    # The next two fields apply only to `attend_sequences`. Without causality, the window extends in both directions.
+    is_causal: bool = True
+    # Learned bias for each distance of key and query, [num_heads, 2 * max_distance + 1] float32.
+    position_bias: torch.Tensor | None = field(default=None, compare=False)
 
     @property
     def window_or_max(self) -> int:
@@ -46,9 +52,14 @@ class Activation(NamedTuple):
 
     name: str
     function: Callable[[torch.Tensor], torch.Tensor]
+    up_function: Callable[[torch.Tensor], torch.Tensor] | None = None  # applied to the up projection of gated MLPs
+    parameters: tuple[float, ...] = ()  # of both functions, for kernels
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.function(x)
+
+    def apply_gate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return self.function(gate) * (up if self.up_function is None else self.up_function(up))
 
 
 class DerivedCache:
@@ -77,8 +88,42 @@ class LinearWeights(DerivedCache):
         return self.weight.read() if isinstance(self.weight, StoredMatrix) else self.weight
 
 
+@dataclass(frozen=True, eq=False)
+class ExpertWeights(DerivedCache):
+    """Weights of the gated MLPs in a mixture of experts, in the layout that `Ops.make_experts` chose."""
+
+    gate_up: Sequence[LinearWeights]  # one per expert: [2 * inner, hidden]
+    down: Sequence[LinearWeights]  # one per expert: [hidden, inner]
+    activation: Activation
+    # All gate and up, and all down matrices, as tensors `[experts, outputs, inputs]` and biases `[experts, outputs]`,
+    # for kernels that run several experts in one launch.
+    stacked: tuple["StackedMatrices", "StackedMatrices"] | None = None
+    derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+
+class StackedMatrices(NamedTuple):
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+class ExpertMatrices(NamedTuple):
+    """The matrices of one expert, as loaded from a checkpoint."""
+
+    gate_up: torch.Tensor | QuantizedMatrix
+    down: torch.Tensor | QuantizedMatrix
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+
+
+class Routing(NamedTuple):
+    """The experts that the router chose for each token, and the weights of their outputs."""
+
+    experts: torch.Tensor  # [num_tokens, top_k] int64, distinct in each row
+    weights: torch.Tensor  # [num_tokens, top_k] float32
+
+
 class HostLengths(NamedTuple):
-    """The lengths of the batch's sequences, in host memory."""
+    """The batch's sequence lengths, in host memory."""
 
     inputs: list[int]  # tokens in this forward pass
     cached: list[int]  # tokens in the cache before the forward pass
@@ -113,11 +158,11 @@ class PagedBatch(DerivedCache):
 class Field(IntEnum):
     """Columns of the adapter table. The first seven are buffer offsets, or -1 if the adapter has no such weights.
 
-    On a GPU, offsets are multiples of 256 bytes, which vector loads require.
+    On a GPU, offsets are multiples of 256 bytes, as vector loads require.
     """
 
-    A = 0  # [rank, in]; for embeddings [in, rank], so each token reads one row
-    B = 1  # [rank, out]
+    A = 0  # [rank, in]; for embeddings [in, rank], so each token reads one row; for experts [experts, rank, in]
+    B = 1  # [rank, out]; for experts [experts, rank, out]
     OUTPUT_SCALE = 2  # [out] multiplies the output
     OUTPUT_BIAS = 3  # [out] added after the output scale is applied
     ROW_IDS = 4  # [rows] int32, ascending: local token IDs with adapter-specific rows
@@ -163,7 +208,7 @@ class _TargetFlags(NamedTuple):
 
 @dataclass(frozen=True)
 class LoraBatch(DerivedCache):
-    """The adapter of each token in a batch, and the locations of all adapter weights.
+    """Each batch token's adapter, and the locations of all adapter weights.
 
     All tensors except `host_table` are on the device. Graphs are replayed with different adapters at the same
     addresses, so captured kernels must not depend on the host fields, which are empty during capture.
@@ -179,7 +224,19 @@ class LoraBatch(DerivedCache):
     bounds: list[int]  # LoRA segment i is tokens bounds[i] to bounds[i + 1]
     adapters: list[int]  # adapter of each segment
     in_graph: bool = False  # whether the batch is captured in a graph, so host fields are empty
+    expert: int = 0  # the expert whose factors are used, for targets with one pair of factors per expert
     derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    def select_expert(self, expert: int, tokens: torch.Tensor) -> "LoraBatch":
+        """Return the batch of one expert, with the given tokens (ascending). Synchronizes with the device."""
+        indices = self.adapter_indices[tokens]
+        adapters, counts = torch.unique_consecutive(indices, return_counts=True)
+        bounds = [0, *counts.cumsum(0).tolist()]
+        selected = replace(
+            self, adapter_indices=indices, bounds=bounds, adapters=adapters.tolist(), expert=expert, derived={}
+        )
+        selected.copy_derived_from(self)
+        return selected
 
     def has_low_rank(self, targets: Sequence[LoraTarget]) -> bool:
         return any(self._target_flags.low_rank[target.index] for target in targets)
@@ -323,6 +380,22 @@ class Ops(Protocol):
         """
         ...
 
+    def attend_sequences(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        angles: CosSin | None,
+        lengths: Sequence[int],
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        """Apply RoPE as `attend` does, and return the attention outputs of whole sequences, without a KV cache.
+
+        Sequence i has `lengths[i]` tokens. Each token attends to its sequence's tokens within the window, and if
+        `spec.is_causal` only up to itself.
+        """
+        ...
+
     def rms_norm(
         self,
         x: torch.Tensor,
@@ -372,6 +445,22 @@ class Ops(Protocol):
         """Return `activation(gate) * up`, where gate and up are the two halves of the `linear` result."""
         ...
 
+    def run_experts(
+        self,
+        x: torch.Tensor,
+        routing: Routing,
+        experts: ExpertWeights,
+        lora: LoraBatch | None,
+        targets: Sequence[LoraTarget],
+    ) -> torch.Tensor:
+        """Return the weighted sum of the outputs of each token's experts, with the token's adapter applied.
+
+        An expert computes `down(activation(gate) * up)`. The outputs are summed in float32, in an order that depends
+        only on the token's experts. The targets are gate, up and down, consecutive in the adapter table; only low-rank
+        factors apply.
+        """
+        ...
+
     def add_lora(self, out: torch.Tensor, x: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]) -> None:
         """Add the scaled `x @ A.T @ B` of each token's adapter to `out`."""
         ...
@@ -399,6 +488,13 @@ class Ops(Protocol):
         """Return a matrix `[out, in]` and its bias in the layout that these kernels use.
 
         A quantized matrix stays quantized. Kernels that do not support its format use `read` for each product.
+        """
+        ...
+
+    def make_experts(self, count: int, matrices: Iterable[ExpertMatrices], activation: Activation) -> ExpertWeights:
+        """Return the matrices of `count` experts in the layout that these kernels use.
+
+        `matrices` is consumed one expert at a time, so that only one expert is in memory twice.
         """
         ...
 

@@ -60,7 +60,7 @@ class PanelMatrix(StoredMatrix):
 
 
 def to_panels(weight: torch.Tensor, width: int, narrow_dtypes: Sequence[torch.dtype] = ()) -> PanelMatrix:
-    """Return a matrix in panels. A float32 matrix that a narrow dtype represents exactly is stored in that dtype."""
+    """Pack a matrix into panels. A float32 matrix that a narrow dtype represents exactly is stored in that dtype."""
     outputs, inputs = weight.shape
     filled = F.pad(narrow_if_exact(weight, narrow_dtypes), (0, 0, 0, -outputs % width))
     panels = filled.view(-1, width, inputs).transpose(1, 2).contiguous()
@@ -68,7 +68,7 @@ def to_panels(weight: torch.Tensor, width: int, narrow_dtypes: Sequence[torch.dt
 
 
 def to_paired_panels(weight: torch.Tensor, width: int) -> PanelMatrix:
-    """Return a matrix in panels with inputs stored in pairs, which is the layout for AMX."""
+    """Pack a matrix into panels with paired inputs (the AMX layout)."""
     outputs, inputs = weight.shape
     filled = F.pad(weight, (0, -inputs % TILE_INPUTS, 0, -outputs % width))
     panels = filled.view(-1, width, filled.shape[1] // 2, 2).transpose(1, 2).contiguous()

@@ -141,7 +141,7 @@ class BlockMatrix(QuantizedMatrix):
         return values - 8 if self.offsets is None else values
 
     def _convert(self, bits: int, block: int) -> Self:
-        """Return the same weights with at least these bits, and at most this block size."""
+        """Convert to more bits per value or to smaller blocks, without loss."""
         repeats = self.block // block
         values = self.unpack() if bits == 8 else self.values
         scales = self.scales.repeat_interleave(repeats, dim=1)

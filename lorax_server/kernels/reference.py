@@ -4,7 +4,7 @@ The code favors readability: it loops over sequences and over LoRA segments.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -16,13 +16,17 @@ from lorax_server.kernels.ops import (
     AttentionSpec,
     CosSin,
     EmbeddingTarget,
+    ExpertMatrices,
+    ExpertWeights,
     Field,
     LayerCache,
     LinearWeights,
     LoraBatch,
     LoraTarget,
     PagedBatch,
+    Routing,
 )
+from lorax_server.kernels.whole_sequences import make_mask
 
 MAX_SCORE_ELEMENTS = 2**27  # limits the memory for attention scores of long prompts
 
@@ -57,6 +61,28 @@ def attend(
     if batch.cu_seqlens is None:
         return decode_attention(q, cache, batch, spec)
     return prefill_attention(q, k, v, cache, batch, spec)
+
+
+def attend_sequences(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    angles: CosSin | None,
+    lengths: Sequence[int],
+    spec: AttentionSpec,
+) -> torch.Tensor:
+    if angles is not None:
+        rotary(q, *angles)
+        rotary(k, *angles)
+    out, start = torch.empty_like(q), 0
+    for length in lengths:
+        tokens, keys_per_head = slice(start, start + length), q.shape[1] // k.shape[1]
+        queries, keys, values = (x[tokens].float().transpose(0, 1) for x in (q, k, v))
+        keys, values = (x.repeat_interleave(keys_per_head, dim=0) for x in (keys, values))
+        scores = attention_scores(queries, keys, spec) + make_mask(range(length), range(length), spec, q.device)
+        out[tokens] = (_softmax(scores, spec) @ values).transpose(0, 1).to(q.dtype)
+        start += length
+    return out
 
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -126,8 +152,16 @@ def _attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: Att
         if spec.slopes is not None:
             scores += spec.slopes[:, None, None] * distances
         scores.masked_fill_((distances > 0) | (distances <= -spec.window_or_max), -torch.inf)
-        pieces.append((scores.softmax(-1) @ values).transpose(0, 1))
+        pieces.append((_softmax(scores, spec) @ values).transpose(0, 1))
     return torch.cat(pieces).to(q.dtype)
+
+
+def _softmax(scores: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+    """Return the attention weights for scores `[heads, queries, keys]`."""
+    if spec.sinks is None:
+        return scores.softmax(-1)
+    sinks = spec.sinks[:, None, None].expand(*scores.shape[:2], 1)
+    return torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
 
 
 def _read_cache(
@@ -168,7 +202,7 @@ def add_lora(out: torch.Tensor, x: torch.Tensor, lora: LoraBatch, targets: Seque
             if rank := fields[Field.RANK]:
                 local = out[tokens, target.columns]
                 lora_a, lora_b = (
-                    _buffer_matrix(lora, fields[field], rank, width)
+                    _buffer_matrix(lora, fields[field] + lora.expert * rank * width, rank, width)
                     for field, width in ((Field.A, x.shape[1]), (Field.B, local.shape[1]))
                 )
                 low_rank = x[tokens] @ lora_a.t() * lora.scales[adapter, target.index]
@@ -252,11 +286,50 @@ def gated_linear(
     targets: Sequence[LoraTarget],
 ) -> torch.Tensor:
     gate, up = linear(x, weights, lora, targets).chunk(2, dim=-1)
-    return activation(gate) * up
+    return activation.apply_gate(gate, up)
 
 
 def make_linear(weight: torch.Tensor | StoredMatrix, bias: torch.Tensor | None) -> LinearWeights:
     return LinearWeights(weight, bias)
+
+
+def run_experts(
+    x: torch.Tensor, routing: Routing, experts: ExpertWeights, lora: LoraBatch | None, targets: Sequence[LoraTarget]
+) -> torch.Tensor:
+    return loop_over_experts(x, routing, experts, lora, targets, linear, gated_linear)
+
+
+def loop_over_experts(
+    x: torch.Tensor,
+    routing: Routing,
+    experts: ExpertWeights,
+    lora: LoraBatch | None,
+    targets: Sequence[LoraTarget],
+    linear: Callable[..., torch.Tensor],
+    gated_linear: Callable[..., torch.Tensor],
+) -> torch.Tensor:
+    """Implement `Ops.run_experts` with the given ops, one expert after the other."""
+    out = x.new_zeros(x.shape, dtype=torch.float32)
+    for expert in routing.experts.unique().tolist():
+        tokens, choices = (routing.experts == expert).nonzero(as_tuple=True)
+        batch = None if lora is None else lora.select_expert(expert, tokens)
+        gated = gated_linear(x[tokens], experts.gate_up[expert], experts.activation, batch, targets[:2])
+        result = linear(gated, experts.down[expert], batch, targets[2:])
+        out[tokens] += result.float() * routing.weights[tokens, choices, None]
+    return out.to(x.dtype)
+
+
+def make_experts(
+    count: int,  # noqa: ARG001 - part of the op's signature
+    matrices: Iterable[ExpertMatrices],
+    activation: Activation,
+    make: Callable[..., LinearWeights] = make_linear,
+) -> ExpertWeights:
+    gate_up, down = [], []
+    for expert in matrices:
+        gate_up.append(make(expert.gate_up, expert.gate_up_bias))
+        down.append(make(expert.down, expert.down_bias))
+    return ExpertWeights(gate_up, down, activation)
 
 
 def look_up_rows(weight: torch.Tensor | StoredMatrix, ids: torch.Tensor) -> torch.Tensor:

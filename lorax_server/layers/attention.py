@@ -30,7 +30,7 @@ class Seqlen:
 
 @dataclass(frozen=True, kw_only=True)
 class PagedContext(PagedBatch):
-    """The batch of a forward pass, with its KV cache, positions and adapters."""
+    """The batch in a forward pass, with its KV cache, positions and adapters."""
 
     ops: Ops
     kv_cache: KVCache
@@ -67,3 +67,23 @@ class PagedContext(PagedBatch):
         Inputs are `[num_tokens, heads, head_dim]`, the output is `[num_tokens, hidden]`. `q` and `k` may be modified.
         """
         return self.ops.attend(q, k, v, angles, self.kv_cache[layer_id], self, spec).flatten(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceContext(PagedContext):
+    """A batch of whole sequences without a KV cache, for models that do not generate text."""
+
+    lengths: list[int]  # on the host
+    first_tokens: torch.Tensor  # [num_seqs] index of each sequence's first token
+    token_types: torch.Tensor  # [num_tokens] 1 for the tokens of the second text in a pair, else 0
+
+    def attend(
+        self,
+        layer_id: int,  # noqa: ARG002 - there is no KV cache
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        spec: AttentionSpec,
+        angles: CosSin | None = None,
+    ) -> torch.Tensor:
+        return self.ops.attend_sequences(q, k, v, angles, self.lengths, spec).flatten(1)

@@ -40,16 +40,21 @@ class TensorParallelMultiAdapterLinear(nn.Module):
         *,
         bias: bool,
         fan_in_fan_out: bool = False,
+        min_bits: int = 4,
     ) -> None:
         """Load the matrices.
 
-        `outputs` has one shard per name. With `fan_in_fan_out`, the checkpoint layout is `[in, out]`.
+        `outputs` has one shard per name. With `fan_in_fan_out`, the checkpoint layout is `[in, out]`. `min_bits` is the
+        lowest precision if the matrices are quantized while loading.
         """
         super().__init__()
         matrices, biases = [], []
         inputs = unsharded(in_features)
         for name, shard in zip(names, outputs, strict=True):
-            matrices.append(weights.get_matrix(f"{name}.weight", shard, inputs, fan_in_fan_out=fan_in_fan_out))
+            matrix = weights.get_matrix(
+                f"{name}.weight", shard, inputs, fan_in_fan_out=fan_in_fan_out, min_bits=min_bits
+            )
+            matrices.append(matrix)
             if bias:
                 biases.append(weights.get_sharded(f"{name}.bias", 0, shard, (shard.full,)))
         self.linear = weights.ops.make_linear(concat_matrices(matrices), torch.cat(biases) if bias else None)

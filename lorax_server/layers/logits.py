@@ -40,7 +40,7 @@ def resize_logits(
     adapter_data: AdapterBatchData,
     transform: LogitTransform | None = None,
 ) -> torch.Tensor:
-    """Return logits padded to the largest vocabulary in the batch. Tokens outside an adapter's vocabulary get -inf.
+    """Return logits padded to the largest vocabulary in the batch. Tokens outside an adapter's vocabulary are -inf.
 
     The caller has already applied `transform` to the base vocabulary. This function applies it to added tokens.
     """

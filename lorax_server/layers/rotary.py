@@ -175,7 +175,7 @@ def _llama3(parameters: Mapping[str, Any], config: Any, dim: int, device: torch.
 
 
 def _yarn(parameters: Mapping[str, Any], config: Any, dim: int, device: torch.device) -> nn.Module:
-    """Build YaRN RoPE: high frequencies are kept and low frequencies are divided by a factor, with a ramp between."""
+    """Build YaRN RoPE: keep high frequencies and divide low frequencies by a factor, with a linear ramp in between."""
     original = _original_length(parameters, config)
     if "factor" not in parameters and "original_max_position_embeddings" not in parameters:
         raise KeyError("factor")

@@ -1,4 +1,4 @@
-"""A left-padded batch for models without a paged implementation. Sequences join and leave between steps."""
+"""A left-padded batch for models without a paged implementation. Sequences are added and removed between steps."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple, Self
@@ -20,10 +20,10 @@ class Chooser(NamedTuple):
 
 
 class PaddedBatch:
-    """A left-padded batch: the last column holds the last token of every sequence.
+    """A left-padded batch: the last column contains each sequence's last token.
 
     Between steps the attention mask has `max_input_length + padding_right_offset` columns. The last
-    `padding_right_offset` columns are for future tokens. The KV caches hold `max_input_length - 1` columns, because the
+    `padding_right_offset` columns are for future tokens. The KV caches have `max_input_length - 1` columns, because the
     tokens in `input_ids` are not computed yet.
     """
 

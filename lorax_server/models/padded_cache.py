@@ -1,7 +1,7 @@
 """KV caches of padded batches.
 
 Each layer has two tensors `[rows, heads, columns, head_dim]`. Rows are right-aligned, so the last column is the last
-token of every row. Masked columns hold arbitrary finite numbers.
+token of every row. Masked columns contain arbitrary finite numbers.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Check at load time that a model gives the same logits for padded batches and for single prompts."""
+"""Check at load time that a model produces the same logits for padded batches and for single prompts."""
 
 import inspect
 from collections.abc import Callable, Sequence

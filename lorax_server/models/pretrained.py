@@ -141,8 +141,8 @@ def eos_token_ids(*sources: Any) -> frozenset[int]:
 def max_positions(config: Any) -> int:
     """Return the maximum sequence length, or a large default for configs without a limit (BLOOM).
 
-    With length-dependent RoPE, transformers changes the frequencies of the whole batch beyond the original length.
-    Requests must not affect each other, so the original length is the limit.
+    With length-dependent RoPE, transformers changes the frequencies for the whole batch if a sequence exceeds the
+    original length. Requests must not affect each other, so the original length is the limit.
     """
     text = config.get_text_config(decoder=True)
     named = [getattr(text, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len")]

@@ -3,8 +3,9 @@
 import gc
 import json
 import logging
+from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,12 +15,15 @@ from lorax_server.errors import ConfigError, UnsupportedModelError
 from lorax_server.files.names import GGUF_FILES_FILE, MODEL_CONFIG_FILE
 from lorax_server.kernels import Ops, select_ops
 from lorax_server.kernels.device import is_host
-from lorax_server.model_types import MODELS, find_similar_types
+from lorax_server.model_types import ENCODERS, MODELS, find_similar_types, is_mxfp4
 from lorax_server.models.config_cache import read_config
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
+from lorax_server.models.pooled_model import PooledModel, load_pooled_model
+from lorax_server.pooling import PoolingConfig
 from lorax_server.weights import LoadProgress, Weights, estimate_bytes, open_weights
 
 logger = logging.getLogger(__name__)
+Model = TypeVar("Model", PagedCausalLM, PooledModel)
 
 DEFAULT_MAX_POSITIONS = 2**17  # default for models without a position limit
 
@@ -44,6 +48,29 @@ def get_model(
 ) -> PagedCausalLM:
     """Load this rank's shard of a model. By default, there is one rank and the fastest ops for the device are used."""
     config = load_config(settings)
+    find_model_class(config.model_type, MODELS)  # rejects encoders before the weights are opened
+    return load_model(settings, config, lambda weights: build_model(config, weights), process_group, ops)
+
+
+def get_pooled_model(
+    settings: ModelConfig, pooling: PoolingConfig, find_token: Callable[[str], int | None], ops: Ops | None = None
+) -> PooledModel:
+    """Load a model that does not generate text."""
+    config = load_config(settings)
+    model_class = find_model_class(config.model_type)
+    return load_model(
+        settings, config, lambda weights: load_pooled_model(model_class, config, weights, pooling, find_token), ops=ops
+    )
+
+
+def load_model(
+    settings: ModelConfig,
+    config: Any,
+    build: Callable[[Weights], Model],
+    process_group: ProcessGroup | None = None,
+    ops: Ops | None = None,
+) -> Model:
+    """Open the weights and build a model from them. Raise `ConfigError` if they do not fit into memory."""
     device = torch.device(settings.device)
     ops, process_group = ops or select_ops(device), process_group or FakeGroup()
     dtype = _choose_dtype(settings, config, ops)
@@ -62,7 +89,7 @@ def get_model(
             progress=LoadProgress(needed),
             quantize_bits=bits,
         ) as weights:
-            model = build_model(config, weights)
+            model = build(weights)
             weights.check_all_used()
             model.weight_format = weights.quantized_format
             return model
@@ -73,19 +100,20 @@ def get_model(
 def build_model(config: Any, weights: Weights) -> PagedCausalLM:
     """Build the paged model that a config describes."""
     with torch.no_grad():
-        model: PagedCausalLM = find_model_class(config.model_type)("", config, weights)
+        model: PagedCausalLM = find_model_class(config.model_type, MODELS)("", config, weights)
     return model.eval()
 
 
-def find_model_class(model_type: Any) -> type[Any]:
-    if not isinstance(model_type, str) or model_type not in MODELS:
+def find_model_class(model_type: Any, known: Mapping[str, str] = MODELS | ENCODERS) -> type[Any]:
+    """Return the model class for a model type. `known` are the names of possible classes."""
+    if not isinstance(model_type, str) or model_type not in known:
         similar = find_similar_types(str(model_type))
         raise UnsupportedModelError(
             f"config field model_type = {model_type!r} is not supported; use one of {', '.join(sorted(MODELS))}"
             + (f"; similar types are {', '.join(similar)}" if similar else "")
             + "; models.padded_lm.PaddedLM runs other types, without adapters"
         )
-    module, name = MODELS[model_type].rsplit(".", 1)
+    module, name = known[model_type].rsplit(".", 1)
     model_class: type[Any] = getattr(import_module(f"lorax_server.models.custom_modeling.{module}"), name)
     return model_class
 
@@ -127,7 +155,8 @@ def _check_config(config: Any) -> None:
         value = getattr(config, field, 0.0)
         if not (isinstance(value, int | float) and 0 <= value < 1):
             raise ConfigError(f"config field {field} must be at least 0 and less than 1 (got {value!r})")
-    if getattr(config, "quantization_config", None):
+    stored = getattr(config, "quantization_config", None)
+    if stored and not is_mxfp4(config.model_type, stored):
         raise ConfigError("config field quantization_config is not supported: the checkpoint must not be quantized")
 
 

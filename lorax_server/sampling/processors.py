@@ -54,8 +54,8 @@ def keep_top_p(scores: torch.Tensor, one_minus_p: torch.Tensor) -> torch.Tensor:
 def _sort_until(scores: torch.Tensor, weights: torch.Tensor, mass: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the best scores in descending order, and their token IDs. Their total weight is at least `mass`.
 
-    CPUs sort slowly, so a few candidates are tried first, which are nearly always enough. On GPUs, this check would
-    synchronize the host.
+    Sorting is slow on CPUs, so the top candidates are tried first; these are nearly always enough. On GPUs, the check
+    would synchronize the host.
     """
     if is_host(scores.device):
         best, ids = scores.topk(min(TOP_P_SEARCH_TOKENS, scores.shape[-1]), dim=-1)

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 
 from lorax_server.errors import BusyError, OverloadedError
 from lorax_server.sandbox.task import ENVIRONMENT, SandboxTask, TaskError, TaskKilledError, TaskTimeError
-from lorax_server.sandbox.worker import LAST, OK, OUT_OF_MEMORY, TIME_SIGNAL, read_frame, write_frame
+from lorax_server.sandbox.worker import CPU_TIME_SIGNAL, EXITS_AFTER_REPLY, OK, OUT_OF_MEMORY, read_frame, write_frame
 
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0  # starting a process can be slow on a busy machine
 RETRY_AFTER_S = 5.0
-STOPPING = "the server is stopping"
+STOPPING_MESSAGE = "the server is stopping"
 
 
 class _Job(NamedTuple):
@@ -57,7 +57,7 @@ class Sandbox:
         job, key = _Job(task, args, tenant, Future()), (task.function, tenant)
         with self._changed:
             if self._is_closed:
-                raise BusyError(STOPPING)
+                raise BusyError(STOPPING_MESSAGE)
             if task.max_pending is not None and self._num_pending[key] >= task.max_pending:
                 raise OverloadedError(
                     f"this client already has {task.max_pending} pending tasks; retry later", RETRY_AFTER_S
@@ -89,7 +89,7 @@ class Sandbox:
             self._changed.notify_all()
         for job in jobs:
             if job.future.set_running_or_notify_cancel():
-                job.future.set_exception(BusyError(STOPPING))
+                job.future.set_exception(BusyError(STOPPING_MESSAGE))
         for process in self._processes:
             process.close()
         for thread in self._threads:
@@ -178,7 +178,7 @@ class _WorkerProcess:
         except BaseException:  # otherwise the next task would read the rest of this reply
             self.stop()
             raise
-        kind, is_last, body = reply[:1], reply[1:2] == LAST, reply[2:]
+        kind, is_last, body = reply[:1], reply[1:2] == EXITS_AFTER_REPLY, reply[2:]
         if is_last:
             self.stop()
         if kind == OK:
@@ -212,7 +212,7 @@ class _WorkerProcess:
             command = (sys.executable, "-m", "lorax_server.sandbox.worker", str(child_socket.fileno()), *self._preload)
             with self._lock, child_socket:
                 if self._is_closed:
-                    raise BusyError(STOPPING)
+                    raise BusyError(STOPPING_MESSAGE)
                 self._process = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
@@ -242,8 +242,8 @@ class _WorkerProcess:
                 logger.warning("a sandbox worker sent a malformed reply")
         status = self.stop()
         if self._is_closed:
-            return BusyError(STOPPING)
-        if status == -TIME_SIGNAL:
+            return BusyError(STOPPING_MESSAGE)
+        if status == -CPU_TIME_SIGNAL:
             return TaskTimeError(f"it takes longer than {task.cpu_s:g} s")
         name = signal.Signals(-status).name if status is not None and status < 0 else f"status {status}"
         return TaskKilledError(f"it crashed its process ({name})")

@@ -22,7 +22,7 @@ class SandboxTask(NamedTuple):
 
 
 class TaskError(Exception):
-    """The task failed because of its input. The message is for the user."""
+    """The task failed because of its input. The message is shown to the user."""
 
 
 class TaskKilledError(Exception):

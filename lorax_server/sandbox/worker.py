@@ -22,11 +22,11 @@ from typing import Any
 from lorax_server.process_tuning import set_process_title
 from lorax_server.sandbox.task import MAX_ERROR_CHARACTERS, SandboxTask, TaskError
 
-LENGTH = struct.Struct(">Q")
+LENGTH_PREFIX = struct.Struct(">Q")
 PR_SET_PDEATHSIG = 1
 OK, ERROR, OUT_OF_MEMORY = b"o", b"e", b"m"
-LAST = b"l"  # second reply byte if the worker exits after the reply
-TIME_SIGNAL = signal.SIGPROF  # sent when a task exceeds its CPU time; kills the worker
+EXITS_AFTER_REPLY = b"l"  # second reply byte if the worker exits after the reply
+CPU_TIME_SIGNAL = signal.SIGPROF  # sent when a task exceeds its CPU time; kills the worker
 MAX_RESIDENT_BYTES = 2**28  # a worker that uses more memory is replaced after its task
 
 
@@ -43,14 +43,14 @@ def read_exactly(connection: socket.socket, count: int) -> bytes:
 
 def read_frame(connection: socket.socket, max_bytes: int) -> bytes:
     """Read a frame and return its body. Raise `EOFError` if the socket is closed or the body exceeds `max_bytes`."""
-    (length,) = LENGTH.unpack(read_exactly(connection, LENGTH.size))
+    (length,) = LENGTH_PREFIX.unpack(read_exactly(connection, LENGTH_PREFIX.size))
     if length > max_bytes:
         raise EOFError
     return read_exactly(connection, length)
 
 
 def write_frame(connection: socket.socket, body: bytes) -> None:
-    connection.sendall(LENGTH.pack(len(body)) + body)
+    connection.sendall(LENGTH_PREFIX.pack(len(body)) + body)
 
 
 def run_task(task: SandboxTask, args: Sequence[Any]) -> bytes:
@@ -76,7 +76,7 @@ def run_task(task: SandboxTask, args: Sequence[Any]) -> bytes:
     (reply,) = replies
     kind, body = reply[:1], reply[1:]
     is_last = task.is_long or kind == OUT_OF_MEMORY or _used_bytes("VmRSS") > MAX_RESIDENT_BYTES
-    return kind + (LAST if is_last else b" ") + body
+    return kind + (EXITS_AFTER_REPLY if is_last else b" ") + body
 
 
 def _call(function: Callable[..., bytes], args: Sequence[Any]) -> bytes:
@@ -133,7 +133,7 @@ def main() -> None:
             task, args = pickle.loads(read_frame(connection, sys.maxsize))
             reply = run_task(task, args)
             write_frame(connection, reply)
-            if reply[1:2] == LAST:
+            if reply[1:2] == EXITS_AFTER_REPLY:
                 break
 
 

@@ -97,7 +97,7 @@ class ChangeRegistry:
         await self._notify()
 
     async def members(self) -> dict[str, str]:
-        """Return the addresses of all live replicas, by replica name."""
+        """Return the addresses of all live replicas, keyed by replica name."""
         return {name: member.address for name, member in self._live_members().items()}
 
     def _live_members(self) -> dict[str, ReplicaLease]:
@@ -110,7 +110,7 @@ class ChangeRegistry:
             self._news.notify_all()
 
     async def _wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait up to `POLL_S` for a condition. The limit is needed because expired leases send no notification."""
+        """Wait up to `POLL_S` for a condition. The limit is needed because expired leases trigger no event."""
         with suppress(TimeoutError):
             async with asyncio.timeout(POLL_S), self._news:
                 await self._news.wait_for(condition)
@@ -120,7 +120,7 @@ class ChangeRegistry:
     async def record(self, change: AdapterChange, served_by: str = "") -> list[str]:
         """Record a change and wait until all replicas have applied it. Return the names of late replicas.
 
-        The replica that processed the request applies the change too, so that the order is the same on all replicas.
+        The replica that processed the request also applies the change, so that the order is the same on all replicas.
         """
         self._version += 1
         entry = RegistryEntry(self._version, change, served_by)

@@ -211,7 +211,7 @@ class Ingress:
 
     @asynccontextmanager
     async def _choose(self, key: RoutingKey, tried: Sequence[str], path: str) -> AsyncIterator[Any]:
-        """Yield the chosen replica. The request counts in Ray's queue length while the context is open."""
+        """Yield the chosen replica. The request counts towards Ray's queue length while the context is open."""
         timeout_s = PROBE_CHOOSE_TIMEOUT_S if path in PROBES else CHOOSE_TIMEOUT_S
         choosing = self._servers.choose_replica(tuple(key), list(tried))
         try:
@@ -225,7 +225,7 @@ class Ingress:
     # --- Registry -------------------------------------------------------------------------------------------------
 
     async def _replica_addresses(self) -> dict[str, str]:
-        """Return the addresses of all replicas, by replica name."""
+        """Return the addresses of all replicas, keyed by replica name."""
         try:
             async with asyncio.timeout(REGISTRY_TIMEOUT_S):
                 return dict(await self._registry.members.remote())

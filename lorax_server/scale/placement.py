@@ -18,7 +18,7 @@ POPULAR_LOAD_SHARE = 0.1  # popular adapters cause at least this share of one re
 COPIES_PER_FILLED_REPLICA = 4  # copies of a popular adapter, per replica that its requests would fill
 WINDOW_REQUESTS = 20_000  # requests over which adapter shares are measured
 SENT_EXPIRY_S = 3.0  # when the replica's report should include the adapter of a request
-MASK = 2**64 - 1
+HASH_MASK = 2**64 - 1
 
 
 class RoutingKey(NamedTuple):
@@ -55,8 +55,8 @@ class ReplicaView:
     def score(self, number: int) -> int:
         """Return this replica's rendezvous score for an adapter or prefix hash (splitmix64 finalizer)."""
         number ^= self.seed
-        number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & MASK
-        number = (number ^ number >> 27) * 0x94D049BB133111EB & MASK
+        number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & HASH_MASK
+        number = (number ^ number >> 27) * 0x94D049BB133111EB & HASH_MASK
         return number ^ number >> 31
 
     def load_cost(self, adapter: int) -> int:
@@ -175,7 +175,7 @@ def _sort_by_load(views: list[ReplicaView], prefix: int) -> list[ReplicaView]:
 
 
 def _choose_by_prefix(prefix: int, candidates: list[ReplicaView], mean: float) -> ReplicaView:
-    """Return a replica by prompt prefix, for prefix cache hits. Short prompts go to the least loaded replica."""
+    """Return a replica by prompt prefix, for prefix cache hits. Short prompts use the least loaded replica."""
     if not prefix:
         return min(candidates, key=lambda view: view.load)
     bound = mean * POPULAR_LOAD_RATIO + POPULAR_EXTRA_REQUESTS

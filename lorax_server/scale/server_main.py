@@ -1,6 +1,6 @@
 """Entry point for a replica's server process.
 
-The replica writes flags and secret as one JSON line to standard input and keeps it open. When the replica dies,
+The replica writes flags and secret as one JSON line to standard input and keeps it open. When the replica exits,
 standard input closes and this process exits, to release memory and GPUs.
 """
 

@@ -120,7 +120,7 @@ class AdapterLookup:
         return ref, adapter
 
     def _check_base_model(self, name: AdapterKey, base_model_name: str | None) -> None:
-        """Report an adapter that was trained on a base model with another name. The log shows it once."""
+        """Warn if an adapter was trained on a base model with another name. The warning is logged once per adapter."""
         names, warning = self._service.model_names, None
         if base_model_name is not None and not names.is_base_alias(base_model_name):
             warning = (

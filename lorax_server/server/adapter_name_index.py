@@ -23,13 +23,13 @@ IN_MEMORY_STAGES = frozenset(
 def is_adapter_fault(ref: AdapterRef, error: AdapterError) -> bool:
     """Return True if the adapter itself caused the error, so that listings should show it.
 
-    Errors of requests with a caller's token are excluded, because other callers must not see them.
+    Errors from requests with a caller's token are excluded, because other callers must not see them.
     """
     return ref.token is None and not isinstance(error, AdapterAccessError | SourceError | AdapterNotFoundError)
 
 
 class AdapterNameIndex:
-    """Maps adapter names to identities and back. The engine knows identities only.
+    """Maps adapter names to identities and back. The engine uses only identities.
 
     A name can refer to different adapters over time, and several names can refer to the same adapter. The oldest
     entries are evicted, except for pinned adapters, which an operator must be able to unload by name.
@@ -89,7 +89,7 @@ class AdapterNameIndex:
         return sorted(each for each in self._names if each > identity)
 
     def identities_of(self, name: AdapterKey) -> list[str]:
-        """Return all identities that a name has resolved to, latest last."""
+        """Return all identities that a name has resolved to, oldest first."""
         return list(self._identities.get(name, ()))
 
     def latest_identity(self, name: AdapterKey) -> str:

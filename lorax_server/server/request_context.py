@@ -18,14 +18,15 @@ from urllib.parse import quote
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from lorax_server.errors import ContextLengthError, DeadlineError, InputError, LoraxError
+from lorax_server.errors import ContextLengthError, DeadlineError, InputError, LoraxError, NotSupportedError
 from lorax_server.generation.generation import TokenEvent
+from lorax_server.pooling import CLASSIFY, EMBED, GENERATE, SCORE, TOKEN_CLASSIFY, PoolingConfig
 from lorax_server.server.access.keys import Key
 from lorax_server.server.access.model_names import ModelSelection
 from lorax_server.server.access.rate_limits import Permit
 from lorax_server.server.adapter_lookup import AdapterLookup, ResolvedModel
 from lorax_server.server.checks import TIMEOUT_HEADER, check_logprobs, check_no_surrogates, resolve_timeout
-from lorax_server.server.generations import RemoteGeneration, count_cached_tokens, interleave
+from lorax_server.server.generations import RemoteGeneration, count_cached_tokens, finish_all, interleave
 from lorax_server.server.http.error_responses import ErrorResponse, make_error_response
 from lorax_server.server.http.hosts import client_network
 from lorax_server.server.http.sse import DirectWriter, EventStream, encode_event, wait_for_disconnect
@@ -35,8 +36,8 @@ from lorax_server.server.service import Service
 from lorax_server.server.telemetry.logs import log_request
 from lorax_server.server.telemetry.request_record import RequestRecord
 from lorax_server.text.prompt import Prompt
-from lorax_server.text.tokenizer import TextTokenizer
-from lorax_server.types import Request, SamplingParams, StopParams, Structure
+from lorax_server.text.tokenizer import EncodedText, TextTokenizer
+from lorax_server.types import Pooled, Request, SamplingParams, StopParams, Structure
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,15 @@ SAFE_HEADER_CHARACTERS = "/@:,.-_ +"  # these characters are not percent-encoded
 MAX_IGNORED_FIELDS = 16  # fields that x-ignored-fields names
 MAX_HEADER_CHARACTERS = 256
 LONG_REQUEST_S = 180.0  # requests that run longer are logged once
+TASK_NAMES = {
+    GENERATE: "text generation",
+    EMBED: "embeddings",
+    CLASSIFY: "text classification",
+    TOKEN_CLASSIFY: "token classification",
+    SCORE: "scores",
+}
+MAX_INPUTS_PER_TURN = 64
+POOLED_BYTES_PER_TOKEN = 64  # encoding 16 numbers takes about as long as encoding one token
 MAX_INLINE_TOKENS = 2000  # including alternatives; encoding fewer tokens is faster than a thread switch
 
 
@@ -84,8 +94,10 @@ EncodeEvents = Callable[[int, list[TokenEvent], bool], bytes]
 class RequestContext:
     """A running generation request: its permit, timeout, generations and log record."""
 
-    def __init__(self, service: Service, http_request: HttpRequest) -> None:
+    def __init__(self, service: Service, http_request: HttpRequest, tasks: Sequence[str] = (GENERATE,)) -> None:
+        """Create the context for a route that needs a model with one of these tasks."""
         self.service = service
+        self._tasks = tasks
         self.path = http_request.url.path
         self.key: Key = http_request.state.key
         self.generations: list[RemoteGeneration] = []
@@ -134,6 +146,7 @@ class RequestContext:
 
     async def _run_handler(self, handler: RouteHandler) -> Response | None:
         """Start the request timeout, and return the handler's response, or None if the client disconnected."""
+        self._check_task()
         self.timeout_s = resolve_timeout(self.timeout_s, self._http_request.headers.get(TIMEOUT_HEADER))
         if self.timeout_s is not None:
             timeout_error = DeadlineError(f"the request timed out after {self.timeout_s:g} s")
@@ -151,6 +164,20 @@ class RequestContext:
             disconnecting.cancel()
             handling.cancel()
             await asyncio.wait((handling, disconnecting))
+
+    def _check_task(self) -> None:
+        task = self.service.task
+        if task not in self._tasks:
+            uses = " or ".join(TASK_NAMES[each] for each in self._tasks)
+            raise NotSupportedError(
+                f"this server's model does not support {uses}; it is served for {TASK_NAMES[task]} (--task {task})"
+            )
+
+    @property
+    def pooling(self) -> PoolingConfig:
+        """The pooling settings of a model that does not generate text."""
+        assert self.service.pooling is not None
+        return self.service.pooling
 
     def stop(self, error: LoraxError) -> None:
         """Stop the request at any stage. The client receives the error."""
@@ -246,8 +273,30 @@ class RequestContext:
             record.prompt = text if record.prompt is None else f"{record.prompt}\n{text}"
         return generations
 
+    async def pool(self, model: ResolvedModel, inputs: Sequence[EncodedText]) -> list[Pooled]:
+        """Run all inputs through the model and return their results."""
+        service, record = self.service, self.record
+        stop, sampling = StopParams(max_new_tokens=1), SamplingParams()
+        for index, each in enumerate(inputs):
+            if index % MAX_INPUTS_PER_TURN == 0:
+                await asyncio.sleep(0)  # let other requests run
+            request = Request(
+                service.engine.new_id(),
+                each.ids,
+                sampling,
+                stop,
+                model.adapter.identity,
+                tenant=self.tenant,
+                second_start=each.second_start,
+            )
+            self.generations.append(RemoteGeneration(service.engine, request, model.tokenizer))
+            record.prompt_tokens += len(each.ids)
+        record.validation_s = time.monotonic() - self._started_at
+        completions = await finish_all(self.generations)
+        return [completion.pooled for completion in completions if completion.pooled is not None]
+
     def check_unknown_fields(self, route: str, body: OpenSchema) -> None:
-        """Reject fields that would change the completion, and name the ignored ones in a response header."""
+        """Reject fields that would change the completion, and list ignored fields in a response header."""
         self._ignored_fields += reject_unsupported(route, body.model_extra, vars(body))
 
     # --- Responses ----------------------------------------------------------------------------------------------------
@@ -259,10 +308,11 @@ class RequestContext:
             completion, sampling = generation.completion, generation.request.sampling
             size += len(completion.token_ids) * (1 + sampling.num_alternatives)
             size += len(completion.prompt_logprobs or ())
+            size += 0 if completion.pooled is None else len(completion.pooled.data) // POOLED_BYTES_PER_TOKEN
         return make() if size <= MAX_INLINE_TOKENS else await asyncio.to_thread(make)
 
     async def stream_events(self, encode: EncodeEvents, encode_end: Callable[[], bytes] = lambda: b"") -> EventStream:
-        """Return a stream of the events of all generations as they arrive, followed by `encode_end()`."""
+        """Return a response that streams the events from all generations as they arrive, then `encode_end()`."""
         direct_writer, keep_alive_s = DirectWriter(), self.service.config.keep_alive_s
         if len(self.generations) == 1:  # DirectWriter does not support interleaved generations
             self.generations[0].set_direct_writer(direct_writer, lambda token_events: encode(0, token_events, False))
@@ -285,7 +335,7 @@ class RequestContext:
     async def await_first_event(self, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
         """Return the events once the first event is available or `keep_alive_s` has passed.
 
-        Errors until then are raised, so the response can have an error status. Later errors become the last event.
+        Errors before that are raised, so the response can have an error status. Later errors become the last event.
         """
         first = asyncio.ensure_future(anext(events))
         try:
@@ -371,7 +421,7 @@ class RequestContext:
     # --- Headers ------------------------------------------------------------------------------------------------------
 
     def _request_headers(self) -> dict[str, str]:
-        """Return the headers that describe the adapter and problems of the request."""
+        """Return the headers that describe the adapter, its warnings, and ignored request fields."""
         ignored = [quote(name[:MAX_HEADER_CHARACTERS]) for name in self._ignored_fields[:MAX_IGNORED_FIELDS]]
         headers = {"x-ignored-fields": ", ".join(ignored)} if ignored else {}
         if warnings := self.lookup.warnings:

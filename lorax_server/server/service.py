@@ -13,6 +13,7 @@ from starlette.requests import Request
 from lorax_server.config import ServerConfig
 from lorax_server.engine.remote.remote_engine import RemoteEngine
 from lorax_server.errors import AdapterError, ConfigError, EngineError, InputError, LoraxError, SourceError
+from lorax_server.pooling import GENERATE, read_pooling
 from lorax_server.server.access.folder_watcher import FolderWatcher
 from lorax_server.server.access.keys import Key, KeyRing
 from lorax_server.server.access.model_names import AdapterKey, ModelNames
@@ -60,6 +61,8 @@ class Service:
 
     def __post_init__(self) -> None:
         config, total = self.config, self.engine.info.max_length
+        self.pooling = read_pooling(config.engine.model)  # None if the model generates text
+        self.task = GENERATE if self.pooling is None else self.pooling.task
         self.max_total_tokens = total
         self.max_input_length = min(config.max_input_length or total, total - 1)
         self.rate_limits = RateLimits(config.max_concurrent_requests)

@@ -13,7 +13,7 @@ from lorax_server.process_tuning import trim_malloc
 from lorax_server.sandbox.sandbox import Sandbox
 from lorax_server.structured_output.trials import GrammarTrials
 from lorax_server.text.adapter_tokenizers import AdapterTokenizers, find_tokenizer_files
-from lorax_server.text.chat_template import RENDER, RENDER_MODULE, ChatTemplate, TemplateRenderer
+from lorax_server.text.chat_template import RENDER_MODULE, RENDER_TASK, ChatTemplate, TemplateRenderer
 from lorax_server.text.tokenizer import TextTokenizer
 from lorax_server.threads import DaemonThreads
 from lorax_server.types import Resolved, Structure, TokenTable
@@ -56,7 +56,7 @@ class Tokenizers:
 
     async def start(self) -> None:
         """Start a sandbox worker before the first request needs it."""
-        await self._sandbox.run(RENDER, "", [{}], {}, 1)
+        await self._sandbox.run(RENDER_TASK, "", [{}], {}, 1)
 
     async def close(self) -> None:
         """Stop all threads and the sandbox, without waiting for running tokenizers."""

@@ -1,6 +1,6 @@
 """Write the grammars of all output formats in llguidance's Lark dialect, without compiling them.
 
-All functions take time linear in the size of their input.
+All functions run in time linear in their input size.
 """
 
 import json
@@ -10,7 +10,7 @@ from typing import Any
 
 from lorax_server.errors import InputError
 from lorax_server.structured_output.one_of import rewrite_one_of
-from lorax_server.text.tools.grammar import MAX_GRAMMAR_CHARACTERS, OPTIONS, WHITESPACE
+from lorax_server.text.tools.grammar import MAX_GRAMMAR_CHARACTERS, OPTIONS_KEY, WHITESPACE
 from lorax_server.text.tools.references import check_depth
 from lorax_server.types import Structure
 
@@ -30,7 +30,7 @@ LARK = re.compile(
     r"|(?P<rule>^[ \t]*[!?_]*[A-Za-z][\w-]*[ \t]*[:\[{.]|[(\[])",
     re.DOTALL | re.MULTILINE,
 )
-DECODER = json.JSONDecoder()
+JSON_DECODER = json.JSONDecoder()
 # A regex that matches only JSON whitespace: its characters, groups, classes, alternatives and quantifiers.
 WHITESPACE_PATTERN = re.compile(r"([ \n\r\t\[\]()|*+?]|\\[nrt]|\{\d+(,\d*)?\})*", re.ASCII)
 
@@ -49,15 +49,15 @@ def from_json_schema(schema: Mapping[str, Any] | bool | str, whitespace: object 
         schema = {} if schema else {"not": {}}
     if not isinstance(schema, Mapping):
         raise InputError(f"the JSON schema must be an object (got {type(schema).__name__})")
-    if OPTIONS in schema:
-        raise InputError(f"the JSON schema has `{OPTIONS}`, which is not a JSON Schema keyword")
+    if OPTIONS_KEY in schema:
+        raise InputError(f"the JSON schema has `{OPTIONS_KEY}`, which is not a JSON Schema keyword")
     if not isinstance(whitespace, str) or WHITESPACE_PATTERN.fullmatch(whitespace) is None:
         raise InputError(
             f"`whitespace_pattern` must be a regex of spaces, \\n, \\r, \\t, groups and quantifiers "
             f"(got {str(whitespace)[:64]!r})"
         )
     options = {"whitespace_pattern": whitespace}
-    return _make(f"start: %json {json.dumps({**prepare_schema(schema), OPTIONS: options})}")
+    return _make(f"start: %json {json.dumps({**prepare_schema(schema), OPTIONS_KEY: options})}")
 
 
 def prepare_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def _check_rules(grammar: str) -> None:
             raise InputError(f"the grammar has more than {MAX_RULES} rules and groups; make it smaller")
         if found.lastgroup == "json":
             try:
-                schema, position = DECODER.raw_decode(grammar, position)
+                schema, position = JSON_DECODER.raw_decode(grammar, position)
             except (ValueError, RecursionError) as error:
                 raise InputError(f"the JSON schema in the grammar is not valid JSON: {error}") from error
             check_depth(schema if isinstance(schema, Mapping) else {})

@@ -1,4 +1,4 @@
-"""Structured output for the engine: compiles grammars, and computes the token masks of constrained completions.
+"""Structured output for the engine: compiles grammars, and computes token masks for constrained completions.
 
 Masks are computed on threads during the next forward pass. llguidance releases the GIL, so neither masks nor compiles
 block the engine loop. Grammars reach the engine only after a trial compile in the sandbox (`trials.py`).
@@ -95,7 +95,7 @@ class StructuredOutput:
     def __init__(
         self, build_base: Callable[[], Vocabulary], num_threads: int = 1, max_fast_forward: float = math.inf
     ) -> None:
-        """`build_base` builds the base model's vocabulary. It runs on another thread, when first needed.
+        """Create an instance. `build_base` builds the base model's vocabulary, on another thread at first use.
 
         Several forced tokens are consumed per step while at most `max_fast_forward` completions use a grammar.
         """
@@ -129,8 +129,8 @@ class StructuredOutput:
     def start(self, request: Request, fast_forward_below: int = 0) -> None:
         """Compile the request's grammar. `pop_results` reports when it is ready. Raise if the request is invalid.
 
-        Several forced tokens may be consumed per step if their ids are below `fast_forward_below` and the request does
-        not need log probabilities from before the mask.
+        Several forced tokens may be consumed per step if their IDs are below `fast_forward_below` and the request does
+        not need log probabilities without the mask.
         """
         assert request.structure is not None
         stop, sampling = request.stop, request.sampling
@@ -160,7 +160,7 @@ class StructuredOutput:
         return [each for each in results if each.request_id in self._completions]
 
     def advance(self, tokens: Iterable[tuple[int, int]]) -> None:
-        """Consume the sampled tokens of a step, given as (request id, token id), and start computing the next masks.
+        """Consume the sampled tokens of a step, given as (request ID, token ID), and start computing the next masks.
 
         The tokens of a request are consecutive. Forced tokens were already consumed in an earlier call, so their masks
         are ready.

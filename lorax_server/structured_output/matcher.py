@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits
 
 MAX_ERROR_CHARACTERS = 600
-NO_MATCH = "no text matches this grammar"
+NO_MATCH_MESSAGE = "no text matches this grammar"
 # CPU time per token on average, and the total below which a completion is not rejected.
 MAX_TOKEN_S, MIN_TOTAL_S = 0.01, 0.1
 MAX_DRAFT_S = 0.002  # time for the masks of one draft, because the step waits for them
@@ -25,7 +25,7 @@ NUM_TIMED_MASKS, MAX_FAST_MASK_S = 4, 0.001
 
 
 class GrammarError(Exception):
-    """The grammar failed to compile, or failed during a completion. The message is for the user."""
+    """The grammar failed to compile, or failed during a completion. The message is shown to the user."""
 
 
 class SlowGrammarError(GrammarError):
@@ -56,7 +56,7 @@ def _check(matcher: "LLMatcher") -> None:
 def _shorten(error: str) -> str:
     """Remove the parts of an llguidance error that repeat the grammar."""
     if error.startswith("NoExtension"):
-        return NO_MATCH
+        return NO_MATCH_MESSAGE
     text, *_ = error.split("\n   1 |", maxsplit=1)
     text = text.replace("Enable 'coerce_one_of' option to approximate oneOf with anyOf", "Use anyOf")
     return text.removeprefix("at 1(8): ").replace("\n<non-verbose/>", "").strip()[:MAX_ERROR_CHARACTERS]
@@ -76,7 +76,7 @@ class CompiledGrammar:
         self.mask, self.may_end = _compute_mask(vocabulary, self.matcher)
         _check(self.matcher)
         if not self.may_end and not self.mask.any():
-            raise GrammarError(NO_MATCH)
+            raise GrammarError(NO_MATCH_MESSAGE)
         self.num_completions = 0
         self.num_tokens = 0
         self.is_fast = False
@@ -91,10 +91,10 @@ class CompiledGrammar:
 
 
 class GrammarState:
-    """The grammar state of one completion: consumes tokens and holds the mask of the next token."""
+    """The grammar state of one completion: consumes tokens and stores the next token's mask."""
 
     def __init__(self, compiled: CompiledGrammar, stop: StopParams, fast_forward_below: int = 0) -> None:
-        """Forced tokens with ids below `fast_forward_below` may be consumed before the model has computed them."""
+        """Create the state. Forced tokens with IDs below `fast_forward_below` may be consumed ahead of the model."""
         if not any(token_id < compiled.vocabulary.num_ids for token_id in stop.eos_token_ids):
             raise GrammarError("the model has no end-of-sequence token in its vocabulary")
         self.compiled = compiled
@@ -191,7 +191,7 @@ class GrammarState:
         self._set_mask(mask, may_end)
 
     def restart(self, compiled: CompiledGrammar) -> "GrammarState":
-        """Return a new state for the recompiled grammar, after the same tokens except the tokens in `forced`."""
+        """Return a state for the recompiled grammar that has consumed the same tokens, except those in `forced`."""
         state = GrammarState(compiled, self._stop, self._fast_forward_below)
         *before, last = self.history[: len(self.history) - len(self.forced)]
         state.matcher.consume_tokens(before)
@@ -215,7 +215,7 @@ class GrammarState:
             if longer.any():
                 self.mask = longer
         if not self.mask.any():
-            raise GrammarError(NO_MATCH)
+            raise GrammarError(NO_MATCH_MESSAGE)
 
 
 def consume_batch(
@@ -237,7 +237,7 @@ def consume_batch(
     masks = vocabulary.make_masks(len(items))
     matchers = [(state.matcher, index) for index, (state, _) in enumerate(items)]
     executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, vocabulary.mask_bytes, len(items))
-    for index, may_end in enumerate(vocabulary.pop_ends(masks).tolist()):
+    for index, may_end in enumerate(vocabulary.pop_eos_bits(masks).tolist()):
         try:
             items[index][0].finish(masks[index], may_end)
         except GrammarError as error:
@@ -249,7 +249,7 @@ def _compute_mask(vocabulary: Vocabulary, matcher: "LLMatcher") -> tuple[TokenMa
     """Return the mask of the next token, and whether the text may end here."""
     masks = vocabulary.make_masks(1)
     matcher.unsafe_compute_mask_ptr(masks.ctypes.data, masks.nbytes)
-    (may_end,) = vocabulary.pop_ends(masks)
+    (may_end,) = vocabulary.pop_eos_bits(masks)
     return masks[0], bool(may_end)
 
 

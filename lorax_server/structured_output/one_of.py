@@ -10,9 +10,10 @@ from typing import Any
 
 from lorax_server.text.tools.references import follow_path, split_reference
 
-NAME_MAPS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")  # schemas by name
-VALUES = ("const", "enum", "default", "examples", "required")  # not schemas
-UNKNOWN = ""  # a tag that cannot be compared
+# Keywords whose values are schemas by name.
+SUBSCHEMA_MAP_KEYWORDS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+VALUE_KEYWORDS = ("const", "enum", "default", "examples", "required")  # not schemas
+INCOMPARABLE_TAG = ""  # a tag that cannot be compared
 MAX_STEPS = 10_000
 MAX_TAG_NAMES = 8  # properties that are tried as the tag
 
@@ -43,7 +44,7 @@ class _Rewriter:
         if not is_schema:
             return {name: self.rewrite(each) for name, each in part.items()}
         result = {
-            word: value if word in VALUES else self.rewrite(value, word not in NAME_MAPS)
+            word: value if word in VALUE_KEYWORDS else self.rewrite(value, word not in SUBSCHEMA_MAP_KEYWORDS)
             for word, value in part.items()
         }
         if "oneOf" in part and "anyOf" not in part and self._is_disjoint(part):
@@ -92,8 +93,8 @@ class _Rewriter:
         values = [tag["const"]] if "const" in tag else tag.get("enum")
         if not isinstance(values, list) or not self._step(len(values) + len(required)) or name not in required:
             return False
-        tags |= {json.dumps(value) if isinstance(value, str | int | None) else UNKNOWN for value in values}
-        return UNKNOWN not in tags
+        tags |= {json.dumps(value) if isinstance(value, str | int | None) else INCOMPARABLE_TAG for value in values}
+        return INCOMPARABLE_TAG not in tags
 
     def _resolve(self, schema: Any) -> Mapping[str, Any] | None:
         """Follow references within the schema. Return None if the target does not exist, or after too many steps."""

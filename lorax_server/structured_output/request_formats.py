@@ -1,4 +1,4 @@
-"""Read the output format of a request from OpenAI's, LoRAX's and vLLM's fields."""
+"""Read a request's output format from OpenAI's, LoRAX's and vLLM's fields."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -8,21 +8,21 @@ from lorax_server.errors import InputError, NotSupportedError
 from lorax_server.structured_output.grammars import from_choices, from_grammar, from_json_schema, from_regex
 from lorax_server.types import Structure
 
-READERS: Mapping[str, Callable[[Any], Structure]] = {
+FORMAT_READERS: Mapping[str, Callable[[Any], Structure]] = {
     "json": from_json_schema,
     "regex": from_regex,
     "choice": from_choices,
     "grammar": from_grammar,
 }
-GUIDED = {f"guided_{kind}": kind for kind in READERS}
-FIELDS = ("response_format", "structured_outputs", *GUIDED)
-ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+GUIDED_FIELDS = {f"guided_{kind}": kind for kind in FORMAT_READERS}
+FIELDS = ("response_format", "structured_outputs", *GUIDED_FIELDS)
+ANY_OBJECT_SCHEMA: Mapping[str, Any] = {"type": "object"}
 # vLLM settings that would change which text matches.
-UNSUPPORTED = ("structural_tag", "disable_any_whitespace", "disable_additional_properties")
+UNSUPPORTED_SETTINGS = ("structural_tag", "disable_any_whitespace", "disable_additional_properties")
 
 
 def read_structure(fields: Mapping[str, Any]) -> Structure | None:
-    """Return the output format in the `FIELDS` of a request, or None.
+    """Return the output format in a request's `FIELDS`, or None.
 
     This analyzes schemas, so call it on a thread, after the request is admitted.
     """
@@ -50,15 +50,15 @@ def _list_formats(fields: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[An
     read_json = from_json_schema if whitespace is None else partial(from_json_schema, whitespace=whitespace)
     for kind, value in options.items():
         name = f"structured_outputs.{kind}"
-        if kind in READERS and value is not None:
-            yield name, read_json if kind == "json" else READERS[kind], value
+        if kind in FORMAT_READERS and value is not None:
+            yield name, read_json if kind == "json" else FORMAT_READERS[kind], value
         elif kind == "json_object" and value:
-            yield name, read_json, ANY_OBJECT
-        elif kind in UNSUPPORTED and value:
+            yield name, read_json, ANY_OBJECT_SCHEMA
+        elif kind in UNSUPPORTED_SETTINGS and value:
             raise NotSupportedError(f"`{name}` is not supported")
-    for name, kind in GUIDED.items():
+    for name, kind in GUIDED_FIELDS.items():
         if (value := fields.get(name)) is not None:
-            yield name, READERS[kind], value
+            yield name, FORMAT_READERS[kind], value
 
 
 def _find_schema(response_format: Mapping[str, Any]) -> Any:
@@ -85,4 +85,4 @@ def _find_schema(response_format: Mapping[str, Any]) -> Any:
         schema = nested.get("schema")
     if isinstance(schema, str):
         raise InputError("`response_format`: the JSON schema must be an object (got str)")
-    return ANY_OBJECT if schema is None else schema
+    return ANY_OBJECT_SCHEMA if schema is None else schema

@@ -14,7 +14,7 @@ from lorax_server.sandbox.sandbox import Sandbox
 from lorax_server.sandbox.task import SandboxTask, TaskError, TaskKilledError, TaskTimeError
 from lorax_server.types import Structure, TokenTable
 
-TRIAL = SandboxTask(
+TRIAL_TASK = SandboxTask(
     "lorax_server.structured_output.trial_task:compile_grammar",
     cpu_s=0.5,  # a new worker needs up to 0.1 s for the vocabulary
     memory_bytes=2**28,
@@ -32,7 +32,7 @@ _Outcome = int | str  # size of the compiled grammar in bytes, or the reason why
 class GrammarTrials:
     """Runs one trial compile per grammar and caches the outcome. Thread-safe."""
 
-    def __init__(self, sandbox: Sandbox, task: SandboxTask = TRIAL) -> None:
+    def __init__(self, sandbox: Sandbox, task: SandboxTask = TRIAL_TASK) -> None:
         self._sandbox = sandbox
         self._task = task
         self._lock = threading.RLock()  # guards the fields below; reentrant, as callbacks may run within `submit`

@@ -18,7 +18,7 @@ Encode = Callable[[str], list[int]]
 # llguidance groups tokens by these patterns and allows whole groups where a string may continue freely. The lengths
 # serve strings with `maxLength`: with llguidance's default groups, masks of the last 30 characters take twice as long.
 _CHARACTER = r'[^"\\\x00-\x1F\x7F]'
-SLICES = (
+MASK_SLICES = (
     r"[\x20\x0A\x0D\x09]+",
     *(f"{_CHARACTER}{{1,{length}}}" for length in (3, 6, 10, 16, 30)),
     f"{_CHARACTER}+",
@@ -36,9 +36,9 @@ class Vocabulary:
         tokens: Sequence[bytes],
         special_ids: Sequence[int],
         encode: Encode | None = None,
-        slices: Sequence[str] = SLICES,
+        slices: Sequence[str] = MASK_SLICES,
     ) -> None:
-        """`encode` tokenizes forced text like the model's tokenizer. If None, text is tokenized by longest match."""
+        """Build the vocabulary. `encode` tokenizes forced text; if None, text is tokenized by longest match."""
         from llguidance import LLTokenizer  # noqa: PLC0415 - an engine can run without llguidance
 
         self.table: TokenTable | None = None
@@ -53,7 +53,7 @@ class Vocabulary:
 
     @classmethod
     def from_table(cls, table: TokenTable, encode: Encode | None = None) -> "Vocabulary":
-        """Build the vocabulary of a token table."""
+        """Build a vocabulary from a token table."""
         ends = np.cumsum(np.frombuffer(table.lengths, np.int32)).tolist()
         content = table.content
         tokens = [content[start:end] for start, end in zip([0, *ends], ends, strict=False)]
@@ -76,7 +76,7 @@ class Vocabulary:
         """Return `count` all-zero masks: one bit per token ID, plus one extra bit for end of text."""
         return np.zeros((count, self.mask_bytes // 4), np.int32)
 
-    def pop_ends(self, masks: TokenMask) -> npt.NDArray[np.bool_]:
+    def pop_eos_bits(self, masks: TokenMask) -> npt.NDArray[np.bool_]:
         """Clear the end-of-text bit and all later bits in each mask. Return the end-of-text bits."""
         word, bit = divmod(self.num_ids, 32)
         last = masks[:, word].astype(np.uint32)
@@ -84,7 +84,7 @@ class Vocabulary:
         return (last >> np.uint32(bit) & np.uint32(1)).astype(np.bool_)
 
     def _encode(self, text: str) -> list[int]:
-        """Return the token ids of a text, without special tokens, because grammars match their names as text."""
+        """Return the token IDs of a text, without special tokens, because grammars match their names as text."""
         token_ids = [] if self.encode is None else self.encode(text)
         if token_ids and self._special_ids.isdisjoint(token_ids):
             return token_ids
@@ -95,7 +95,7 @@ class Vocabulary:
 class _LLGuidanceTokens:
     """Token bytes in the form that `LLTokenizer` reads, with an additional end-of-text token.
 
-    The mask bit of that token says whether the completion may end, regardless of the model's eos tokens. The garbage
+    That token's mask bit indicates whether the completion may end, regardless of the model's eos tokens. The garbage
     collector cannot see references held by llguidance, so a strong reference to the vocabulary would leak it.
     """
 

@@ -22,7 +22,7 @@ MAX_OWN_TOKENIZERS = 32  # other tokenizers; each may take tens of megabytes
 MAX_FAILURES = 1024
 FAILURE_TTL_S = 10.0  # a failure may be temporary
 MAX_REASON_CHARACTERS = 500  # errors may quote untrusted files
-FOLDERS = re.compile(r"""(?<![^\s'"(=])/(?:[^\s/'":]+/)+""")  # the folders of an absolute path
+FOLDER_PATTERN = re.compile(r"""(?<![^\s'"(=])/(?:[^\s/'":]+/)+""")  # the folders of an absolute path
 logger = logging.getLogger(__name__)
 
 
@@ -48,7 +48,7 @@ class AdapterTokenizers:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Tokenizers are converted in `sandbox`, which the caller must close."""
+        """Create the cache. Tokenizers are converted in `sandbox`, which the caller must close."""
         self._base = base
         self._base_folder = base_folder
         self._sandbox = sandbox
@@ -112,4 +112,4 @@ class AdapterTokenizers:
         for folder in (files.path, files.path.absolute(), self._base_folder, self._base_folder.absolute()):
             reason = reason.replace(f"{folder}/", "").replace(f"{folder}: ", "")
             reason = reason.replace(str(folder), folder.name) if folder.is_absolute() else reason
-        return FOLDERS.sub("", reason)[:MAX_REASON_CHARACTERS]
+        return FOLDER_PATTERN.sub("", reason)[:MAX_REASON_CHARACTERS]

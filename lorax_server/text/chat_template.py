@@ -15,8 +15,8 @@ from lorax_server.sandbox.task import SandboxTask, TaskError, TaskKilledError, T
 
 RENDER_MODULE = "lorax_server.text.render_task"
 MAX_CHARACTERS = 4_000_000  # per prompt
-RENDER = SandboxTask(f"{RENDER_MODULE}:render", cpu_s=2.0, memory_bytes=2**29, max_reply_bytes=4 * MAX_CHARACTERS)
-WAIT_S = 30.0
+RENDER_TASK = SandboxTask(f"{RENDER_MODULE}:render", cpu_s=2.0, memory_bytes=2**29, max_reply_bytes=4 * MAX_CHARACTERS)
+RENDER_TIMEOUT_S = 30.0
 REJECT_S = 60.0
 MAX_REJECTED = 256
 
@@ -38,11 +38,11 @@ class TemplateRenderer:
     def __init__(
         self,
         sandbox: Sandbox,
-        task: SandboxTask = RENDER,
+        task: SandboxTask = RENDER_TASK,
         *,
         max_characters: int = MAX_CHARACTERS,
         reject_s: float = REJECT_S,
-        wait_s: float = WAIT_S,
+        wait_s: float = RENDER_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._sandbox = sandbox

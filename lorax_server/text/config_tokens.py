@@ -6,19 +6,19 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 STANDARD_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def add_config_tokens(backend: Tokenizer, config: Mapping[str, Any]) -> dict[str, str]:
     """Add the config's tokens to a tokenizer, and return the named tokens.
 
-    New tokens get the next ids. Existing tokens get the flags from the config.
+    New tokens are assigned the next IDs. Existing tokens receive the config's flags.
     """
     added = read_added_tokens(config) or dict(sorted(backend.get_added_tokens_decoder().items()))
-    named, tokens = _read_named(config), list(added.values())
+    named, tokens = _read_named_tokens(config), list(added.values())
     names = {_content(token) for token in named.values()}
     present = {token.content for token in (*backend.get_added_tokens_decoder().values(), *tokens)}
-    for token in (*named.values(), *_read_extra(config)):
+    for token in (*named.values(), *_read_extra_tokens(config)):
         if _content(token) not in present:
             present.add(_content(token))
             tokens.append(AddedToken(token, special=True) if isinstance(token, str) else token)
@@ -30,18 +30,18 @@ def add_config_tokens(backend: Tokenizer, config: Mapping[str, Any]) -> dict[str
 
 def read_named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Return named tokens: standard ones such as `bos_token`, then model-specific ones such as `image_token`."""
-    return {name: _content(token) for name, token in _read_named(config).items()}
+    return {name: _content(token) for name, token in _read_named_tokens(config).items()}
 
 
 def read_added_tokens(config: Mapping[str, Any]) -> dict[int, AddedToken]:
-    """Return the added tokens in id order."""
+    """Return the added tokens in ID order."""
     decoder = config.get("added_tokens_decoder", {})
     if not isinstance(decoder, dict):
         raise TypeError("added_tokens_decoder is not an object")
-    return {int(key): _to_added("added_tokens_decoder", decoder[key]) for key in sorted(decoder, key=int)}
+    return {int(key): _to_added_token("added_tokens_decoder", decoder[key]) for key in sorted(decoder, key=int)}
 
 
-def _read_named(config: Mapping[str, Any]) -> dict[str, str | AddedToken]:
+def _read_named_tokens(config: Mapping[str, Any]) -> dict[str, str | AddedToken]:
     named = {name: config[name] for name in STANDARD_TOKEN_NAMES if config.get(name) is not None}
     own = {key: value for key, value in config.items() if key.endswith("_token") and key not in STANDARD_TOKEN_NAMES}
     for kind in (dict, str):  # new tokens get their ids in this order
@@ -51,7 +51,7 @@ def _read_named(config: Mapping[str, Any]) -> dict[str, str | AddedToken]:
     return {name: _to_token(name, value) for name, value in named.items()}
 
 
-def _read_extra(config: Mapping[str, Any]) -> list[str | AddedToken]:
+def _read_extra_tokens(config: Mapping[str, Any]) -> list[str | AddedToken]:
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     if isinstance(extra, dict):
         return []
@@ -61,13 +61,13 @@ def _read_extra(config: Mapping[str, Any]) -> list[str | AddedToken]:
 
 
 def _to_token(name: str, value: object) -> str | AddedToken:
-    return value if isinstance(value, str) else _to_added(name, value)
+    return value if isinstance(value, str) else _to_added_token(name, value)
 
 
-def _to_added(name: str, value: object) -> AddedToken:
+def _to_added_token(name: str, value: object) -> AddedToken:
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):
         raise TypeError(f"{name} contains {str(value)[:64]!r}, which is not a token")
-    flags = {flag: value[flag] for flag in FLAGS if flag in value}
+    flags = {flag: value[flag] for flag in TOKEN_FLAGS if flag in value}
     if not all(isinstance(flag, bool) for flag in flags.values()):
         raise TypeError(f"{name} contains a token whose flags are not true or false")
     return AddedToken(value["content"], **flags)

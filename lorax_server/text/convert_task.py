@@ -13,12 +13,12 @@ from tokenizers import Tokenizer
 from lorax_server.sandbox.task import SandboxTask
 
 # transformers needs 0.3 GiB, and 0.7 GiB with a vocabulary of 256k tokens.
-CONVERT = SandboxTask(
+CONVERT_TASK = SandboxTask(
     "lorax_server.text.convert_task:convert", cpu_s=60.0, memory_bytes=2**32, wall_s=600.0, is_long=True
 )
 MAX_FILE_BYTES = 2**28  # per file that the task writes
 # Texts on which tokenizers differ: spaces, case, digits, scripts, bytes, special tokens.
-SAMPLES = (
+SAMPLE_TEXTS = (
     "The quick brown fox, isn't it?  Two spaces\tand a tab.\n\n  Größe 日本語 👍🏽 1234567 don't",
     " leading space",
     "",
@@ -64,7 +64,7 @@ def _load(folder: Path, config: Any) -> Any:
 
 def _check(loaded: Any, written: Tokenizer, split_special_tokens: bool) -> None:
     written.encode_special_tokens = split_special_tokens
-    texts = (*SAMPLES, *(f"a {token} b" for token in loaded.special_tokens_map.values()))
+    texts = (*SAMPLE_TEXTS, *(f"a {token} b" for token in loaded.special_tokens_map.values()))
     for text in texts:
         for special in (True, False):
             expected = loaded(text, add_special_tokens=special)["input_ids"]

@@ -1,4 +1,4 @@
-"""Decode token ids to text incrementally.
+"""Decode token IDs to text incrementally.
 
 The text continues the prompt: a leading space is kept, and a character that starts in the prompt is completed. Special
 tokens are skipped. `read_offset` is the number of decoded tokens; decoding resumes at `prefix_offset` for context.
@@ -29,7 +29,7 @@ class Progress(NamedTuple):
 
 
 class Detokenizer(Protocol):
-    """Decodes the token ids of one tokenizer."""
+    """Decodes the token IDs of one tokenizer."""
 
     _special: frozenset[int]
 
@@ -37,7 +37,7 @@ class Detokenizer(Protocol):
         """Return the initial offsets for a prompt."""
 
     def advance(self, ids: Sequence[int], prefix_offset: int, read_offset: int) -> Progress:
-        """Return the text of the ids from `read_offset` on and the new offsets. `ids` includes the prompt.
+        """Return the text of the IDs from `read_offset` on and the new offsets. `ids` includes the prompt.
 
         An incomplete character at the end is not decoded yet.
         """
@@ -78,7 +78,7 @@ def make_detokenizer(tokenizer: Any) -> Detokenizer:
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:
-    """Return special token ids by name."""
+    """Return a map from special token name to ID."""
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if not isinstance(backend, Tokenizer):
         return dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
@@ -169,7 +169,7 @@ class ByteDetokenizer(Detokenizer):
 
 
 def _detect_scheme(decoder: Any) -> Scheme | None:
-    """Return the scheme for a `tokenizer.json` decoder, or None if its tokens are not bytes."""
+    """Return the token-to-bytes scheme for a `tokenizer.json` decoder, or None if the decoder is not supported."""
     steps = decoder["decoders"] if decoder and decoder["type"] == "Sequence" else [decoder]
     types = [step and step["type"] for step in steps]
     if types == ["ByteLevel"]:

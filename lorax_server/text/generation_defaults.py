@@ -45,7 +45,7 @@ def load_generation_defaults(folder: Path) -> GenerationDefaults:
 
 
 def _read_ids(path: Path, value: Any) -> list[int]:
-    """Return the token ids in a config value (an id, a list or null). Negative ids are ignored."""
+    """Return the token IDs in a config value (an ID, a list or null). Negative IDs are ignored."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for token_id in ids:
         if type(token_id) is not int:

@@ -1,4 +1,4 @@
-"""Prompts for `LLM`: text, or token ids of any integer type."""
+"""Prompts for `LLM`: text, or token IDs of any integer type."""
 
 from collections.abc import Sequence
 from operator import index
@@ -8,12 +8,12 @@ from lorax_server.errors import InputError
 from lorax_server.text.tokenizer import TextTokenizer
 
 Prompt = str | Sequence[int]
-MAX_ID = 2**31 - 1
+MAX_TOKEN_ID = 2**31 - 1
 _T = TypeVar("_T")
 
 
 def list_prompts(prompts: Any) -> list[Prompt]:
-    """Return the prompts as a list. A list of token ids is one prompt."""
+    """Return the prompts as a list. A list of token IDs is one prompt."""
     is_one = isinstance(prompts, str) or (len(prompts) > 0 and _is_id(prompts[0]))
     return [prompts] if is_one else list(prompts)
 
@@ -25,7 +25,7 @@ def encode_prompt(tokenizer: TextTokenizer, prompt: Any) -> list[int]:
         ids = [index(token_id) for token_id in prompt]
     except TypeError as error:
         raise InputError(f"a prompt must be text or a list of token ids: {error}") from error
-    if ids and not 0 <= min(ids) <= max(ids) <= MAX_ID:  # tokenizers cannot look up other ids
+    if ids and not 0 <= min(ids) <= max(ids) <= MAX_TOKEN_ID:  # tokenizers cannot look up other ids
         raise InputError("a prompt has token ids beyond the vocabulary")
     return ids
 

@@ -7,7 +7,7 @@ tokenizer, and other vocabulary formats, are converted by transformers in the sa
 import copy
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from lorax_server.files.tokenizer_folder import TokenizerFolder, read_json
 from lorax_server.sandbox.sandbox import Sandbox
 from lorax_server.sandbox.task import TaskError, TaskKilledError
 from lorax_server.text.config_tokens import add_config_tokens, read_added_tokens, read_named_tokens
-from lorax_server.text.convert_task import CONVERT
+from lorax_server.text.convert_task import CONVERT_TASK
 from lorax_server.text.detokenizer import Detokenizer, make_detokenizer
 from lorax_server.text.token_length import max_token_characters
 from lorax_server.text.token_table import make_token_table
@@ -61,6 +61,13 @@ class TokenSpan(NamedTuple):
     stop: int
 
 
+class EncodedText(NamedTuple):
+    """The tokens of a text or of a pair of texts."""
+
+    ids: list[int]
+    second_start: int = 0  # first token of the second text, if the model distinguishes the texts; else 0
+
+
 class TextTokenizer:
     """A model or adapter tokenizer. Thread-safe."""
 
@@ -80,10 +87,54 @@ class TextTokenizer:
     # The backend's batch functions release the GIL, even for one text. `encode` and `decode` do not.
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self._encode(self._backend.encode_batch_fast, text, add_special_tokens).ids
+        return self._encode_batch([text], add_special_tokens)[0].ids
+
+    def encode_texts(self, texts: Sequence[str | tuple[str, str]], max_tokens: int | None = None) -> list[EncodedText]:
+        """Return the tokens of texts or pairs of texts, with special tokens.
+
+        With `max_tokens`, keep the beginning of longer texts. In a pair, the longer text is shortened first.
+        """
+        encodings = self._encode_batch(texts)
+        if max_tokens is not None:
+            encodings = [
+                encoding if len(encoding.ids) <= max_tokens else self._truncate(text, max_tokens)
+                for text, encoding in zip(texts, encodings, strict=True)
+            ]
+        return [
+            EncodedText(encoding.ids, 0 if isinstance(text, str) else _find_second_text(encoding.type_ids))
+            for text, encoding in zip(texts, encodings, strict=True)
+        ]
+
+    def _truncate(self, text: str | tuple[str, str], max_tokens: int) -> Encoding:
+        parts = self._encode_batch([text] if isinstance(text, str) else list(text), add_special_tokens=False)
+        budget = max(0, max_tokens - self._backend.num_special_tokens_to_add(len(parts) > 1))
+        sizes = [len(part.ids) for part in parts]
+        if len(parts) > 1:
+            short = min(*sizes, budget // 2)
+            sizes = [short, budget - short] if sizes[0] <= sizes[1] else [budget - short, short]
+        else:
+            sizes = [budget]
+        for part, size in zip(parts, sizes, strict=True):
+            part.truncate(size)
+        return self._backend.post_process(parts[0], parts[1] if len(parts) > 1 else None)
+
+    def locate_tokens(self, text: str) -> tuple[list[tuple[int, int]], list[bool]]:
+        """Return the character range of each token, and whether it is a special token."""
+        (encoding,) = self._encode_batch([text], with_offsets=True)
+        return encoding.offsets, [bool(flag) for flag in encoding.special_tokens_mask]
+
+    def _encode_batch(
+        self, texts: Sequence[Any], add_special_tokens: bool = True, with_offsets: bool = False
+    ) -> list[Encoding]:
+        encode = self._backend.encode_batch if with_offsets else self._backend.encode_batch_fast
+        try:
+            return encode(list(texts), add_special_tokens=add_special_tokens)
+        except BaseException as error:  # Rust panics are not subclasses of Exception
+            _reraise_critical(error)
+            raise InputError(f"the text cannot be tokenized: {error}") from error
 
     def pieces(self, text: str, add_special_tokens: bool = True) -> list[TokenSpan]:
-        encoding = self._encode(self._backend.encode_batch, text, add_special_tokens)
+        (encoding,) = self._encode_batch([text], add_special_tokens, with_offsets=True)
         ids = encoding.ids  # unlike `tokens` and `offsets`, which hold the GIL for 0.3 s with a million tokens
         name_of = {token_id: self._backend.id_to_token(token_id) or "" for token_id in set(ids)}
         spans = [encoding.token_to_chars(position) or (0, 0) for position in range(len(ids))]  # None: not in the text
@@ -145,17 +196,14 @@ class TextTokenizer:
     def token_to_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
 
-    def _encode(self, encode_batch: Callable[..., list[Encoding]], text: str, add_special_tokens: bool) -> Encoding:
-        try:
-            return encode_batch([text], add_special_tokens=add_special_tokens)[0]
-        except BaseException as error:  # Rust panics are not subclasses of Exception
-            _reraise_critical(error)
-            raise InputError(f"the text cannot be tokenized: {error}") from error
-
     def _find_eos_ids(self) -> frozenset[int]:
         eos = self.special_tokens.get("eos_token")
         eos_id = None if eos is None else self._backend.token_to_id(eos)
         return frozenset() if eos_id is None else frozenset([eos_id])
+
+
+def _find_second_text(type_ids: list[int]) -> int:
+    return type_ids.index(1) if 1 in type_ids else 0
 
 
 def load_tokenizer(folder: Path, *, template_config: Path | None = None) -> TextTokenizer:
@@ -304,7 +352,7 @@ def _convert(files: TokenizerFolder, model_config: Path, sandbox: Sandbox) -> tu
             files.copy_to(folder)
         args = folder.absolute(), out, model_config.absolute() if model_config.exists() else None
         try:
-            sandbox.submit(CONVERT, *args, tenant=f"tokenizer {files.path}").result()
+            sandbox.submit(CONVERT_TASK, *args, tenant=f"tokenizer {files.path}").result()
         except (TaskError, TaskKilledError) as error:
             raise ConfigError(f"{files.path}: the tokenizer cannot be converted: {str(error)[:500]}") from error
         backend = _make_backend(out / VOCABULARY_FILE, TokenizerFolder(out).read(VOCABULARY_FILE))
@@ -331,7 +379,7 @@ def _reraise_critical(error: BaseException) -> None:
 
 
 def _read_templates(files: TokenizerFolder, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return chat templates by name, from separate files or else from the config."""
+    """Return a map from template name to chat template, read from separate files or else from the config."""
     names = {"default": TEMPLATE_FILE} if files.has(TEMPLATE_FILE) else {}
     names |= {Path(name).stem: name for name in files.list_templates()}
     templates = {key: files.read_template(name) for key, name in names.items()}

@@ -26,7 +26,16 @@ from lorax_server.weights.progress import LoadProgress
 from lorax_server.weights.reader import WeightsReader
 
 # Checkpoints saved from the inner model (without LM head) lack these tensor name prefixes.
-OPTIONAL_PREFIXES = ("model.", "transformer.", "gpt_neox.")
+OPTIONAL_PREFIXES = (
+    *("model.", "transformer.", "gpt_neox.", "bert.", "roberta.", "distilbert.", "mpnet.", "nomic_bert."),
+)
+# Parts of module names that transformers 5 renamed, with the names in most published checkpoints.
+RENAMED_PARTS = (
+    (".mlp.", ".block_sparse_moe."),
+    (".block_sparse_moe.experts.gate_up_proj", ".block_sparse_moe.input_linear.weight"),
+    (".block_sparse_moe.experts.down_proj", ".block_sparse_moe.output_linear.weight"),
+    (".block_sparse_moe.router.weight", ".block_sparse_moe.router.layer.weight"),
+)
 
 
 QUANTIZED_ELEMENTS = 2**22  # matrix elements to quantize at a time, to limit temporary memory
@@ -91,12 +100,14 @@ class Weights:
     def get_shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensors[self._resolve(name)].shape)
 
-    def get_tensor(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
-        """Return an unsharded tensor in the model's dtype and on its device.
+    def get_tensor(
+        self, name: str, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Return an unsharded tensor in `dtype` (default: the model's dtype) and on the model's device.
 
         On CPUs the tensor is copied, because a view would keep the whole mapped file in memory.
         """
-        tensor = self._convert(self._load(self._resolve(name), shape, ()))
+        tensor = self.convert(self._load(self._resolve(name), shape, ()), dtype)
         return tensor.clone() if is_host(self.device) else tensor
 
     def get_scalar(self, name: str) -> float:
@@ -109,7 +120,7 @@ class Weights:
 
     def get_sharded(self, name: str, dim: int, shard: Shard, shape: tuple[int, ...] | None = None) -> torch.Tensor:
         """Return this rank's shard along one dimension. `shape` is the expected shape of the whole tensor."""
-        return self._convert(self._load_sharded(self._resolve(name), dim, shard, shape))
+        return self.convert(self._load_sharded(self._resolve(name), dim, shard, shape))
 
     def get_matrix(
         self, name: str, outputs: Shard, inputs: Shard, *, fan_in_fan_out: bool = False, min_bits: int = 4
@@ -137,14 +148,28 @@ class Weights:
                     f"quantize = int{bits} is not supported: tensor {name!r} is stored as {stored.format}"
                 )
             return self._place(matrix, stored.format)
-        if bits is None or inputs.size % QUANTIZED_BLOCK:
-            return self._convert(matrix)
-        bits = max(bits, min_bits)
-        return self._place(self._quantize(matrix, bits), f"int{bits}")
+        return self.convert_matrix(matrix, min_bits)
+
+    def get_expert_matrix(
+        self, name: str, expert: int, count: int, outputs: Shard, inputs: Shard
+    ) -> torch.Tensor | QuantizedMatrix:
+        """Return this rank's shard of one expert's matrix from a tensor `[count, outputs, inputs]`."""
+        name = self._resolve(name)
+        shape, dim = (count, outputs.full, inputs.full), 1 if inputs.is_whole else 2
+        before = (slice(expert, expert + 1), *(slice(None),) * (dim - 1))
+        ranges = (outputs if inputs.is_whole else inputs).ranges
+        pieces = [self._load(name, shape, (*before, slice(start, stop))) for start, stop in ranges]
+        return self.convert_matrix((pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim))[0])
+
+    def get_expert(self, name: str, expert: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return one expert's part of a tensor `[experts, *shape]`, unsharded and in its stored dtype."""
+        name = self._resolve(name)
+        self._check_shape(name, (self._tensors[name].shape[0], *shape))
+        return self._read(name, (slice(expert, expert + 1),))[0]
 
     @property
     def quantized_format(self) -> str:
-        """Return the formats of the quantized matrices, the largest first. Empty if there are none."""
+        """Return the formats of quantized matrices, most bytes first. Empty if there are none."""
         return ", ".join(name for name, _ in self._quantized_bytes.most_common())
 
     def check_all_used(self) -> None:
@@ -176,16 +201,24 @@ class Weights:
         if shape is not None and stored != shape:
             raise WeightsError(f"{self.location(name)}: tensor {name!r} has shape {stored}, expected {shape}")
 
-    def _convert(self, tensor: torch.Tensor) -> torch.Tensor:
-        converted = tensor.to(device=self.device, dtype=self.dtype)
+    def convert(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return a tensor in the model's dtype (or `dtype`) and on its device."""
+        converted = tensor.to(device=self.device, dtype=dtype or self.dtype)
         if self._progress is not None:
             self._progress.add(converted.nbytes)
         return converted
 
+    def convert_matrix(self, matrix: torch.Tensor, min_bits: int = 4) -> torch.Tensor | QuantizedMatrix:
+        """Return a loaded matrix in the model's dtype or, if the model is quantized, in blocks."""
+        if self._quantize_bits is None or matrix.shape[1] % QUANTIZED_BLOCK:
+            return self.convert(matrix)
+        bits = max(self._quantize_bits, min_bits)
+        return self._place(self._quantize(matrix, bits), f"int{bits}")
+
     def _place(self, matrix: BlockMatrix, label: str) -> torch.Tensor | QuantizedMatrix:
         """Return a matrix for the model's device. GPUs have no kernels for quantized matrices."""
         if not is_host(self.device):
-            return self._convert(matrix.read())
+            return self.convert(matrix.read())
         num_bytes = sum(tensor.nbytes for tensor in matrix.tensors)
         self._quantized_bytes[label] += num_bytes
         if self._progress is not None:
@@ -272,7 +305,7 @@ def _open_gguf(folder: Path) -> dict[str, GGUFTensor]:
 
 
 def open_tensors(paths: Mapping[str, Path]) -> dict[str, StoredTensor]:
-    """Return lazily read tensors by name. `paths` maps tensor names to safetensors files."""
+    """Return a map from tensor name to a lazily read tensor. `paths` maps tensor names to safetensors files."""
     files = {path: _open_safetensors(path) for path in sorted(set(paths.values()))}
     tensors = {name: StoredTensor(files[path], name, path) for name, path in paths.items()}
     for path, file in files.items():
@@ -308,8 +341,9 @@ def _estimate_num_parameters(checkpoint: Path) -> int:
 
 
 def _candidate_names(name: str) -> tuple[str, ...]:
-    short = next((name.removeprefix(prefix) for prefix in OPTIONAL_PREFIXES if name.startswith(prefix)), None)
-    return (name,) if short is None else (name, short)
+    names = (name, *(name.replace(new, old) for new, old in RENAMED_PARTS if new in name))
+    short = (one.removeprefix(prefix) for one in names for prefix in OPTIONAL_PREFIXES if one.startswith(prefix))
+    return (*names, *short)
 
 
 def _open_safetensors(path: Path) -> Any:

@@ -182,7 +182,7 @@ def _halves(blocks: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def _shift(packed: torch.Tensor, shifts: Sequence[int]) -> torch.Tensor:
-    """Insert a dimension before the last one: the bytes shifted right by each number of bits."""
+    """Shift the bytes right by each number of bits, and stack the results in a new second-to-last dimension."""
     return packed[..., None, :] >> torch.tensor(shifts, dtype=torch.uint8)[:, None]
 
 
@@ -198,7 +198,7 @@ def _pack(values: torch.Tensor) -> torch.Tensor:
 
 
 def _join_5_bits(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """Return int8 values with low bits packed as 4-bit values, and 32 high bits per block."""
+    """Unpack 5-bit values to int8, from packed 4-bit low bits and 32 high bits per block."""
     nibbles = _shift(low, (0, 4)).flatten(1) & 15
     bits = (high[..., None] >> torch.arange(8, dtype=torch.uint8)) & 1
     return (nibbles | (bits.flatten(1) << 4)).view(torch.int8)

@@ -21,7 +21,7 @@ INVOCATION_KEY = "adapter.alora.invocation_tokens"  # activated LoRA, which appl
 
 
 def convert_adapter(path: Path, base: Any, folder: Path) -> None:
-    """Write the adapter in a GGUF file as a PEFT adapter. `base` is the config of its base model."""
+    """Convert the adapter in a GGUF file to a PEFT adapter. `base` is its base model's config."""
     file = read_gguf(path)
     arch, head_dim = _check(file, base.model_type), getattr(base, "head_dim", None)
     config = {
@@ -67,7 +67,7 @@ def _check(file: GGUFFile, model_type: str) -> GGUFArchitecture:
 
 
 def _pair_factors(file: GGUFFile) -> dict[str, tuple[TensorEntry, TensorEntry]]:
-    """Return LoRA A and B by the name of the base model's tensor."""
+    """Return a map from base model tensor name to LoRA A and B."""
     names = {name.removesuffix(suffix) for name in file.tensors for suffix in SUFFIXES if name.endswith(suffix)}
     others = set(file.tensors) - {f"{name}{suffix}" for name in names for suffix in SUFFIXES}
     if others:

@@ -32,8 +32,8 @@ class AdapterMemory:
 
     Adapters are not padded to a maximum rank. Index 0 is the base model.
 
-    On a GPU, a copier copies weights while steps run. Table updates and moves run on the caller's stream, which must
-    be the step stream. Each step therefore sees the table as it was when the step was submitted, and an index can be
+    On a GPU, a copier copies weights while steps run. Table updates and moves run on the caller's stream, which must be
+    the step stream. Each step therefore reads the table as it was when the step was submitted, and an index can be
     reused immediately. Without a copier (on CPUs), weights are copied synchronously.
     """
 
@@ -49,8 +49,8 @@ class AdapterMemory:
     ) -> None:
         """Allocate the buffer, and a table with `num_rows` rows: one row for each adapter index and the base model.
 
-        Only rank 0 tells the engine when steps and loads are complete. On the other ranks (`is_follower`), these steps
-        and loads may still be running, so loads wait for earlier steps, and steps wait for the loads they need.
+        Only rank 0 reports finished steps and loads to the engine. On the other ranks (`is_follower`), these steps and
+        loads may still be running, so loads wait for earlier steps, and steps wait for the loads they need.
         """
         self._is_follower = is_follower
         self.num_units = num_units

@@ -23,6 +23,7 @@ from lorax_server.distributed import join_group
 from lorax_server.errors import ConfigError, EngineError, LoraxError
 from lorax_server.phases import Phases
 from lorax_server.plan import Capabilities, Prepared, StepMasks, StepPlan, StepResult
+from lorax_server.pooling import read_pooling
 from lorax_server.process_tuning import limit_malloc_arenas, set_process_title, trim_malloc
 from lorax_server.worker.worker import Worker, build_worker
 
@@ -149,6 +150,8 @@ def build_executor(
 ) -> Worker | TensorParallelExecutor:
     if config.tensor_parallel == 1:
         return build_worker(config, phases=phases)
+    if (pooling := read_pooling(config.model)) is not None:
+        raise ConfigError(f"task = {pooling.task} does not support tensor parallelism; set tensor_parallel = 1")
     return TensorParallelExecutor(config, on_rank_exit, phases)
 
 

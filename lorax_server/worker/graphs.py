@@ -86,7 +86,7 @@ class GraphKey(NamedTuple):
     def is_large(self) -> bool:
         """Return True if the step uses prefill kernels.
 
-        These kernels plan LoRA on the host, and unused LoRA takes time.
+        These kernels plan LoRA on the host, and running them takes time even if no adapter is used.
         """
         return self.size > DECODE_GRAPH_SIZES[-1]
 
@@ -203,7 +203,7 @@ class StepGraphs:
     # --- Contexts with static tensors ---------------------------------------------------------------------------------
 
     def _context(self, key: GraphKey, adapter_data: AdapterBatchData | None, max_position: int = 1) -> PagedContext:
-        """Return the context of a padded step. Padding sequences have no tokens."""
+        """Return the context for a padded step. Padding sequences have no tokens."""
         inputs, seqs, tokens = self._inputs, slice(key.num_seqs), slice(key.size)
         return self._model.make_context(
             self._kv_cache,

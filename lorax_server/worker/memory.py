@@ -2,15 +2,15 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from lorax_server.config import EngineConfig
 from lorax_server.errors import ConfigError
-from lorax_server.kernels import Field, LinearWeights, StoredMatrix
+from lorax_server.kernels import ExpertWeights, Field, LinearWeights, StoredMatrix
 from lorax_server.kernels.device import is_host
 from lorax_server.machine import (
     ADAPTER_TABLE_DIVISOR,
@@ -26,6 +26,7 @@ from lorax_server.machine import (
     resident_bytes,
 )
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
+from lorax_server.models.pooled_model import PooledModel
 from lorax_server.worker.adapter_memory import AdapterMemory
 from lorax_server.worker.graphs import GraphSizes, measure_graphs
 from lorax_server.worker.inputs import SlotTables, count_mask_bytes
@@ -103,12 +104,12 @@ def adapter_host_bytes(config: EngineConfig) -> int:
     return config.adapter_host_bytes or machine_bytes() // HOST_ADAPTER_DIVISOR // config.tensor_parallel
 
 
-def model_bytes(model: PagedCausalLM) -> int:
+def model_bytes(model: PagedCausalLM | PooledModel) -> int:
     """Return the total size of the model's tensors in bytes. Shared tensors count once."""
     return sum(tensor.nbytes for tensor in _find_tensors(model))
 
 
-def find_weight_format(model: PagedCausalLM) -> str:
+def find_weight_format(model: PagedCausalLM | PooledModel) -> str:
     """Return the formats of quantized weights, or else the dtype that most weights are stored in."""
     if model.weight_format:
         return model.weight_format
@@ -118,15 +119,23 @@ def find_weight_format(model: PagedCausalLM) -> str:
     return str(sizes.most_common(1)[0][0]).removeprefix("torch.")
 
 
-def _find_tensors(model: PagedCausalLM) -> Collection[torch.Tensor]:
+def _find_tensors(model: PagedCausalLM | PooledModel) -> Collection[torch.Tensor]:
     tensors: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for value in vars(module).values():
-            held = (value.weight, value.bias) if isinstance(value, LinearWeights) else (value,)
-            for one in held:
+            for one in _find_parts(value):
                 parts = one.tensors if isinstance(one, StoredMatrix) else (one,)
                 tensors |= {part.data_ptr(): part for part in parts if isinstance(part, torch.Tensor)}
     return tensors.values()
+
+
+def _find_parts(value: Any) -> Sequence[Any]:
+    """Return the matrices and biases in a module's attribute."""
+    if isinstance(value, ExpertWeights):
+        if value.stacked is not None:
+            return [part for stack in value.stacked for part in stack]
+        return [part for linear in (*value.gate_up, *value.down) for part in _find_parts(linear)]
+    return (value.weight, value.bias) if isinstance(value, LinearWeights) else (value,)
 
 
 def block_bytes(model: PagedCausalLM, block_size: int) -> int:
@@ -195,7 +204,7 @@ def count_blocks(
 
 
 def warn_if_cache_is_small(model: PagedCausalLM, config: EngineConfig, num_blocks: int, max_length: int) -> None:
-    """Log a warning if the KV cache cannot hold one request of the maximum length."""
+    """Log a warning if the KV cache is too small for one request of the maximum length."""
     num_tokens = num_blocks * config.block_size
     if num_tokens < max_length:
         needed = -(-max_length // config.block_size) * block_bytes(model, config.block_size)

@@ -7,6 +7,7 @@ from lorax_server.adapters.target import TargetKind
 from lorax_server.layers.rotary import DynamicRotaryEmbedding, LongRotaryEmbedding, RotaryEmbedding
 from lorax_server.layers.targets import collect_adapter_targets
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
+from lorax_server.models.pooled_model import PooledModel
 from lorax_server.models.registry import DEFAULT_MAX_POSITIONS
 from lorax_server.plan import Capabilities, RopeRule
 
@@ -30,7 +31,7 @@ def describe_model(model: PagedCausalLM) -> Capabilities:
     )
 
 
-def find_max_length(model: PagedCausalLM) -> int:
+def find_max_length(model: PagedCausalLM | PooledModel) -> int:
     """Return the model's maximum sequence length, including dynamic RoPE scaling."""
     fields = ("max_position_embeddings", "max_seq_len", "seq_length")
     length = next((limit for field in fields if (limit := getattr(model.config, field, None))), DEFAULT_MAX_POSITIONS)
@@ -38,7 +39,7 @@ def find_max_length(model: PagedCausalLM) -> int:
     return int(length * rope_factor)
 
 
-def reserve_rotary(model: PagedCausalLM, max_length: int) -> None:
+def reserve_rotary(model: PagedCausalLM | PooledModel, max_length: int) -> None:
     """Grow all RoPE tables to `max_length` positions, because graphs record the tables' addresses."""
     for module in model.modules():
         if isinstance(module, RotaryEmbedding):

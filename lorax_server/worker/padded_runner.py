@@ -161,7 +161,7 @@ class PaddedRunner:
         )
 
     def _step(self, batch: PaddedBatch, masks: Mapping[int, npt.NDArray[np.int32]]) -> dict[int, _SequenceResult]:
-        """Sample a token for each sequence, and prepare the batch for the next step. Return the results by slot."""
+        """Sample a token for each sequence, and prepare the batch for the next step. Return results keyed by slot."""
         is_first = batch.past_key_values is None
         masked = [row for row, request in enumerate(batch.requests) if request.id in masks]
         token_masks = None

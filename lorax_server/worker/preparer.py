@@ -64,7 +64,7 @@ class Preparer:
         self._tasks.put(spec)
 
     def get(self, identity: str) -> HostAdapter:
-        """Return an adapter that is ready on rank 0. Wait until this rank has prepared it, too."""
+        """Return an adapter that is ready on rank 0. Wait until this rank has also prepared it."""
         with self._added:
             self._added.wait_for(lambda: identity in self._ready, RANK_READY_TIMEOUT_S)
             return self._ready[identity]

@@ -293,7 +293,7 @@ class PagedRunner:
     def _fetch(self, ticket: Ticket) -> Ticket:
         """Start copying the results to the host, and return a ticket for the copies.
 
-        The ticket's event lets `collect` wait for this step only.
+        With the ticket's event, `collect` waits for this step only.
         """
         if is_host(self._device):
             return ticket
@@ -303,7 +303,7 @@ class PagedRunner:
 
 
 def _find_runs(adapter_indices: Ints, counts: Ints) -> tuple[list[int], list[int]]:
-    """Return segment bounds and adapters, as `find_segments` does. Entry `i` stands for `counts[i]` tokens."""
+    """Return segment bounds and adapters, as `find_segments` does. Entry `i` covers `counts[i]` tokens."""
     firsts = np.flatnonzero(np.diff(adapter_indices, prepend=-1))
     bounds = np.concatenate([[0], counts.cumsum()])
     return [*bounds[firsts].tolist(), int(bounds[-1])], adapter_indices[firsts].tolist()

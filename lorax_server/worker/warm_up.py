@@ -77,6 +77,10 @@ def make_dummy_lora_batch(memory: AdapterMemory, tokens: int) -> AdapterBatchDat
     linears = [target for target in arena.targets.values() if target.kind is TargetKind.LINEAR]
     widest = max((max(target.inputs.size, target.outputs.size) for target in linears), default=1)
     table[1, :, Field.RANK] = min(MAX_RANK, arena.buffer.numel() // widest)
+    for index, target in enumerate(arena.targets.values()):
+        if target.experts is not None:
+            size = target.experts.num_experts * max(target.inputs.size, target.outputs.size)
+            table[1, index, Field.RANK] = min(MAX_RANK, arena.buffer.numel() // size)
     dummy_arena = AdapterArena(
         arena.buffer, table.to(device), arena.scales[:2], table, arena.vocab_sizes[:1] * 2, arena.targets
     )
@@ -151,7 +155,7 @@ def _split_into_prompts(step_tokens: int, shape: CacheShape) -> list[int]:
 def run_prompts(
     model: PagedCausalLM, step_tokens: int, shape: CacheShape, adapter_data: AdapterBatchData | None = None
 ) -> None:
-    """Run a prefill step, including the LM head, with as few and long prompts as possible."""
+    """Run a prefill step, including the LM head, with as few prompts as possible, each as long as possible."""
     block_size, device = shape.block_size, model.device
     lengths = _split_into_prompts(step_tokens, shape)
     blocks = [-(-length // block_size) for length in lengths]  # number of consecutive blocks per prompt

@@ -34,6 +34,7 @@ from lorax_server.plan import (
     StepResult,
     Unload,
 )
+from lorax_server.pooling import PoolingConfig, read_pooling
 from lorax_server.worker.adapter_memory import AdapterMemory
 from lorax_server.worker.copier import Copier, CopyStream
 from lorax_server.worker.graphs import STEP_PRIORITY, GraphSizes, graph_sizes
@@ -52,6 +53,7 @@ from lorax_server.worker.memory import (
     warn_if_cache_is_small,
 )
 from lorax_server.worker.model_info import describe_model, find_max_length, reserve_rotary
+from lorax_server.worker.pooled_runner import build_pooled_runner
 from lorax_server.worker.preparer import Preparer
 from lorax_server.worker.runner import PagedRunner
 from lorax_server.worker.warm_up import CacheShape, warm_up
@@ -160,7 +162,7 @@ class Worker:
         return replace(result, loaded=loaded) if loaded else result
 
     def pop_loaded(self) -> list[int]:
-        """Return the indices of adapters that finished loading after the last call or step result."""
+        """Return the indices of adapters that finished loading since the last call or step result."""
         if not self._loading:
             return []
         loaded = [index for index in self._loading if self._memory and self._memory.is_loaded(index)]
@@ -201,6 +203,9 @@ class Worker:
 
 def build_worker(config: EngineConfig, group: ProcessGroup | None = None, phases: Phases | None = None) -> Worker:
     """Load this rank's shard of the model, and return a worker with allocated memory."""
+    pooling = read_pooling(config.model)
+    if pooling is not None:
+        return _build_pooled(config, pooling)
     if is_paged(config):
         group, phases = group or FakeGroup(), phases or Phases()
         with phases.measure("imports"):
@@ -214,6 +219,16 @@ def build_worker(config: EngineConfig, group: ProcessGroup | None = None, phases
     from lorax_server.worker.padded_runner import build_padded_runner  # noqa: PLC0415 - imports transformers
 
     return Worker(*build_padded_runner(config))
+
+
+def _build_pooled(config: EngineConfig, pooling: PoolingConfig) -> Worker:
+    """Return a worker for a model that does not generate text."""
+    capabilities, runner, model, memory, stream = build_pooled_runner(config, pooling)
+    preparer = None
+    if memory is not None:
+        targets, max_rank = collect_adapter_targets(model), model.ops.max_lora_rank
+        preparer = Preparer(targets, model.dtype, FakeGroup(), max_rank=max_rank)
+    return Worker(capabilities, runner, memory, preparer, can_retry=True, stream=stream)
 
 
 def is_paged(config: EngineConfig) -> bool:

@@ -79,7 +79,7 @@ def test_lora_batch_contains_arena_and_segments(arena: AdapterArena) -> None:
     assert data.lora.features.tolist() == [[VOCAB, 4], [4, 4], [4, 6], [4, 8], [4, VOCAB]]
 
 
-def test_features_are_sizes_on_this_rank(arena: AdapterArena) -> None:
+def test_target_features_are_sizes_of_local_shard(arena: AdapterArena) -> None:
     target = AdapterTarget("x", TargetKind.LINEAR, Shard(8, ((4, 8),)), unsharded(6), slice(0, 6), None, None)
     part = AdapterArena(arena.buffer, arena.table, arena.scales, arena.host_table, [], {"x": target})
     assert part.features.tolist() == [[4, 6]]
@@ -91,7 +91,7 @@ def test_targets_keep_table_order(arena: AdapterArena) -> None:
 
 
 # By adapter: targets with low-rank factors, vectors and rows.
-HAS = {
+TARGET_FLAGS = {
     1: ({"gate"}, {"norm"}, set()),
     2: ({"up"}, {"up"}, set()),
     3: ({"embed"}, set(), {"embed"}),
@@ -105,7 +105,9 @@ HAS = {
 )
 def test_target_flags_reflect_batch_adapters(indices: list[int], arena: AdapterArena) -> None:
     data = adapter_batch(indices, arena)
-    low_rank, vectors, rows = (set().union(*(HAS[index][kind] for index in indices if index)) for kind in range(3))
+    low_rank, vectors, rows = (
+        set().union(*(TARGET_FLAGS[index][kind] for index in indices if index)) for kind in range(3)
+    )
     for name, target in TARGETS.items():
         found = data.find_targets([target])
         assert data.lora.has_low_rank(found) == (name in low_rank)
@@ -134,7 +136,7 @@ def test_derived_values_are_copied_only_for_same_adapters(arena: AdapterArena) -
     assert not other.lora.has_low_rank(gate)
 
 
-def test_added_tokens_count_as_head_rows(arena: AdapterArena) -> None:
+def test_added_tokens_count_as_lm_head_rows(arena: AdapterArena) -> None:
     table = torch.zeros_like(arena.host_table)
     table[..., : Field.RANK] = -1
     table[1, 4, Field.NUM_NEW_ROWS] = 2
@@ -143,7 +145,7 @@ def test_added_tokens_count_as_head_rows(arena: AdapterArena) -> None:
     assert not data.lora.has_rows(data.find_targets([TARGETS["embed"]])[0].index)
 
 
-def test_segments_yield_head_rows(arena: AdapterArena) -> None:
+def test_segments_include_replaced_lm_head_rows(arena: AdapterArena) -> None:
     runs = list(adapter_batch([0, 4, 4, 5, 0, 4], arena).iterate_segments("head"))
     assert [(tokens, adapter) for tokens, adapter, _ in runs] == [(slice(1, 3), 4), (slice(3, 4), 5), (slice(5, 6), 4)]
     assert [len(rows.new_rows) for _, _, rows in runs] == [2, 0, 2]

@@ -163,7 +163,7 @@ def test_fifo_and_device_do_not_block(tmp_path: Path) -> None:
 
 NOT_ENTRIES: list[Any] = [None, "F32", [1, 2], {}, 5]
 NOT_DTYPES: list[Any] = ["I32", "f32", "", None, 5, ["F32"], {}, "F32 ", "U16"]
-BROKEN_ENTRIES = {
+INVALID_ENTRIES = {
     **{f"is {value}": value for value in NOT_ENTRIES},
     "no shape": {"dtype": "F32", "data_offsets": [0, 8]},
     "no dtype": {"shape": [2], "data_offsets": [0, 8]},
@@ -182,7 +182,7 @@ BROKEN_ENTRIES = {
 }
 
 
-@pytest.mark.parametrize("broken", BROKEN_ENTRIES.values(), ids=BROKEN_ENTRIES)
+@pytest.mark.parametrize("broken", INVALID_ENTRIES.values(), ids=INVALID_ENTRIES)
 def test_error_names_invalid_header_entry(broken: Any, tmp_path: Path) -> None:
     assert read_bytes(tmp_path, file_bytes({"x.lora_A": A}, b"0" * 8))
     with pytest.raises(AdapterError, match=f"adapter '{NAME}': tensor 'x.lora_A'"):
@@ -279,18 +279,18 @@ def test_long_header_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         read_bytes(tmp_path, file_bytes(header + b" ", b"0" * 8))
 
 
-SOUND = save({key: TENSORS[key] for key in "abc"}, {"format": "pt"})
+VALID_FILE = save({key: TENSORS[key] for key in "abc"}, {"format": "pt"})
 
 
 @settings(derandomize=True, deadline=None, max_examples=300)
 @given(
-    st.lists(st.tuples(st.integers(0, len(SOUND) - 1), st.integers(0, 255)), min_size=1, max_size=3),
-    st.just(len(SOUND)) | st.integers(0, len(SOUND) + 9),
+    st.lists(st.tuples(st.integers(0, len(VALID_FILE) - 1), st.integers(0, 255)), min_size=1, max_size=3),
+    st.just(len(VALID_FILE)) | st.integers(0, len(VALID_FILE) + 9),
 )
 def test_fuzzed_files_match_safetensors_or_fail(
     tmp_path_factory: pytest.TempPathFactory, flips: list[tuple[int, int]], size: int
 ) -> None:
-    damaged = bytearray(SOUND)
+    damaged = bytearray(VALID_FILE)
     for at, byte in flips:
         damaged[at] = byte
     content = bytes(damaged[:size]).ljust(size, b"\0")

@@ -17,7 +17,7 @@ from lorax_server.errors import AdapterError
 from lorax_server.kernels import NUM_OFFSETS, Field
 from lorax_server.layers.linear import TensorParallelAdapterRowLinear
 from lorax_server.weights import Weights
-from tests.builders import CPU, adapter_batch, how
+from tests.builders import CPU, adapter_batch, weight_options
 from tests.lora import GivenAdapter, fill_arena
 from tests.optional import present
 from tests.ranks import RankPool
@@ -128,7 +128,7 @@ def test_embeddings_have_no_rank_limit() -> None:
 # --- layout
 
 
-def everything() -> tuple[dict[str, AdapterTarget], dict[str, ModuleWeights]]:
+def all_module_weights() -> tuple[dict[str, AdapterTarget], dict[str, ModuleWeights]]:
     grown = torch.cat([BASE + 1, normal(3, SIZE, seed=6)])
     tokens: dict[str, Any] = {"token_ids": (VOCAB + 1, 4), "token_rows": normal(2, SIZE, seed=7)}
     targets = {kind.value: replace(make_target(kind), name=kind.value) for kind in TargetKind}
@@ -161,7 +161,7 @@ def extents(adapter: HostAdapter, targets: Mapping[str, AdapterTarget]) -> list[
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 def test_tensors_are_aligned_without_overlap(dtype: torch.dtype) -> None:
-    targets, modules = everything()
+    targets, modules = all_module_weights()
     adapter = prepare(GivenAdapter(modules, VOCAB + 3), targets, dtype, ALONE)
     pieces = extents(adapter, targets)
     assert (
@@ -179,7 +179,7 @@ def test_tensors_are_aligned_without_overlap(dtype: torch.dtype) -> None:
 
 
 def test_module_without_tensors_has_empty_fields() -> None:
-    targets, modules = everything()
+    targets, modules = all_module_weights()
     adapter = prepare(GivenAdapter({"linear": modules["linear"]}, VOCAB), targets, torch.float32, ALONE)
     index = list(targets).index("linear")
     assert torch.equal(adapter.table[index + 1 :], empty_table(len(targets) - index - 1))
@@ -191,7 +191,7 @@ def test_module_without_tensors_has_empty_fields() -> None:
 
 
 def test_prepare_does_not_modify_inputs() -> None:
-    targets, modules = everything()
+    targets, modules = all_module_weights()
     tensors = [value for weights in modules.values() for value in vars(weights).values() if torch.is_tensor(value)]
     tensors += [
         tensor for target in targets.values() for tensor in (target.weight, target.bias) if torch.is_tensor(tensor)
@@ -342,7 +342,7 @@ def test_only_changed_rows_are_stored(kind: TargetKind, dtype: torch.dtype, grou
 
 
 @pytest.mark.parametrize("group", TWO_RANKS, ids=["first", "second"])
-def test_token_rows_override_matrix_rows(group: FakeGroup) -> None:
+def test_trained_token_rows_override_matrix_rows(group: FakeGroup) -> None:
     rows = normal(4, SIZE, seed=7)
     weights = ModuleWeights(weight=CHANGED, token_ids=(VOCAB + 1, 10, 5, 0), token_rows=rows)
     found = Prepared(weights, make_target(TargetKind.HEAD, group), group=group)
@@ -401,7 +401,7 @@ def test_overflowing_values_are_rejected(part: str, number: float) -> None:
             Prepared(given, target, dtype)
 
 
-def test_overflowing_difference_is_rejected() -> None:
+def test_overflowing_weight_difference_is_rejected() -> None:
     """The base matrix and the replacement are representable, but their difference is not."""
     for dtype, large in ((torch.float16, 4e4), (torch.bfloat16, 3e38)):
         target = replace(
@@ -447,7 +447,7 @@ def test_zero_norm_weight_is_rejected() -> None:
 
 
 def run_row_linear(group: ProcessGroup, x: torch.Tensor, adapters: list[ModuleWeights]) -> torch.Tensor:
-    weights = Weights({"x.weight": BASE, "x.bias": BIAS}, **(how() | {"process_group": group}))
+    weights = Weights({"x.weight": BASE, "x.bias": BIAS}, **(weight_options() | {"process_group": group}))
     shard = shard_evenly(group, SIZE, "inputs")
     layer = TensorParallelAdapterRowLinear(weights, "x", shard, VOCAB, bias=True)
     given = [GivenAdapter({"x": adapter}, VOCAB) for adapter in adapters]

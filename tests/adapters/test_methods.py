@@ -41,13 +41,13 @@ FC, OUT = (f"base_model.model.transformer.h.1.mlp.{name}." for name in ("c_fc", 
 A, B = "base_model.vera_A", "base_model.vera_B"
 IA3 = Case("", LLAMA, method=IA3Config)
 VERA = Case("", LLAMA, {"r": 3, "target_modules": ["q_proj", "down_proj"]}, method=VeraConfig)
-DRAWN = Case("", LLAMA, VERA.settings | {"save_projection": False}, method=VeraConfig)
-TUNED = Case("", LLAMA, method=LNTuningConfig)
-TWO = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
-OF_KASA = Case("", LLAMA, TWO | KASA)
-SAVED = Case("", LLAMA, TWO | {"modules_to_save": ["k_proj"]})
+VERA_WITHOUT_PROJECTION = Case("", LLAMA, VERA.settings | {"save_projection": False}, method=VeraConfig)
+LN_TUNING = Case("", LLAMA, method=LNTuningConfig)
+TWO_TARGETS = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
+OF_KASA = Case("", LLAMA, TWO_TARGETS | KASA)
+SAVED = Case("", LLAMA, TWO_TARGETS | {"modules_to_save": ["k_proj"]})
 FUSED = Case("", GPT2, {"r": 4, "modules_to_save": ["c_fc"]})
-HEADS = Case("", QWEN, TWO | {"modules_to_save": ["q_norm"]})
+HEADS = Case("", QWEN, TWO_TARGETS | {"modules_to_save": ["q_norm"]})
 TIED = Case("", "llama-tied-head", CASES["weight-tying-rank-of-embedding"].settings)
 GPT2_IA3 = Case("", GPT2, method=IA3Config)
 BLOCKS = Case("", "llama-mha", CASES["bd-lora"].settings)
@@ -59,18 +59,18 @@ def targets_of(base: str, rank: int = 0, ranks: int = 1) -> dict[str, AdapterTar
 
 
 @cache
-def written(number: int) -> tuple[str, Tensors]:
+def write_and_load(number: int) -> tuple[str, Tensors]:
     with TemporaryDirectory() as folder:
         DAMAGED_CASES[number].write(Path(folder))
         return (Path(folder) / CONFIG_FILE).read_text(), load_file(Path(folder) / WEIGHTS_FILE)
 
 
-DAMAGED_CASES = [IA3, VERA, DRAWN, TUNED, OF_KASA, SAVED, FUSED, HEADS, TIED, GPT2_IA3, BLOCKS]
+DAMAGED_CASES = [IA3, VERA, VERA_WITHOUT_PROJECTION, LN_TUNING, OF_KASA, SAVED, FUSED, HEADS, TIED, GPT2_IA3, BLOCKS]
 
 
 def store(folder: Path, case: Case, damage: Damage, changes: Mapping[str, Any]) -> None:
     """Store an adapter written by PEFT, with some tensors and config fields replaced."""
-    config, tensors = written(DAMAGED_CASES.index(case))
+    config, tensors = write_and_load(DAMAGED_CASES.index(case))
     tensors = {key: tensor.clone() for key, tensor in tensors.items()}
     if callable(damage):
         damage(tensors)
@@ -88,7 +88,7 @@ def drop(key: str) -> Damage:
     return lambda tensors: tensors.pop(key)
 
 
-def poison(key: str) -> Damage:
+def set_nan(key: str) -> Damage:
     return lambda tensors: tensors[key].view(-1)[-1:].fill_(torch.nan)
 
 
@@ -110,8 +110,8 @@ def widen(rank: int) -> Damage:
 
 NO_FF: dict[str, Any] = {"feedforward_modules": []}
 DAMAGED: dict[str, tuple[Case, Damage, Mapping[str, Any], str]] = {
-    "IA3: NaN": (IA3, poison(K + "ia3_l"), {}, f"'{K}ia3_l' has non-finite values"),
-    "IA3: NaN of inputs": (IA3, poison(DOWN + "ia3_l"), {}, f"'{DOWN}ia3_l' has non-finite values"),
+    "IA3: NaN": (IA3, set_nan(K + "ia3_l"), {}, f"'{K}ia3_l' has non-finite values"),
+    "IA3: NaN of inputs": (IA3, set_nan(DOWN + "ia3_l"), {}, f"'{DOWN}ia3_l' has non-finite values"),
     "IA3: missing": (IA3, drop(K + "ia3_l"), {}, "'model.layers.1.self_attn.k_proj' is targeted but has no tensors"),
     "IA3: untargeted": (IA3, {Q + "ia3_l": zeros(32, 1)}, {}, "trained tensors for module 'model.layers.1.*q_proj'"),
     "IA3: a norm": (IA3, {NORM + "ia3_l": zeros(32, 1)}, {}, "trained tensors for module 'model.layers.1.input_lay"),
@@ -133,28 +133,48 @@ DAMAGED: dict[str, tuple[Case, Damage, Mapping[str, Any], str]] = {
     "VeRA: narrow A": (VERA, {A: zeros(3, 47)}, {}, rf"'{A}' has shape \(3, 47\), expected \(3, 48\)"),
     "VeRA: short B": (VERA, {B: zeros(31, 3)}, {}, rf"'{B}' has shape \(31, 3\), expected \(32, 3\)"),
     "VeRA: A twice": (VERA, {A + ".default": zeros(3, 48)}, {}, f"'{A}' and '{A}.default' are duplicates"),
-    "VeRA: NaN in A": (VERA, poison(A), {}, f"'{A}' has non-finite values"),
-    "VeRA: NaN": (VERA, poison(Q + "vera_lambda_d"), {}, f"'{Q}vera_lambda_d' has non-finite values"),
+    "VeRA: NaN in A": (VERA, set_nan(A), {}, f"'{A}' has non-finite values"),
+    "VeRA: NaN": (VERA, set_nan(Q + "vera_lambda_d"), {}, f"'{Q}vera_lambda_d' has non-finite values"),
     "VeRA: no lambda_d": (VERA, drop(Q + "vera_lambda_d"), {}, f"'{Q}vera_lambda_b' has no counterpart"),
     "VeRA: no lambda_b": (VERA, drop(Q + "vera_lambda_b"), {}, f"'{Q}vera_lambda_d' has no counterpart"),
     "VeRA: long lambda_b": (VERA, {Q + "vera_lambda_b": zeros(33)}, {}, f"'{Q}vera_lambda_b' has shape"),
     "VeRA: another r": (VERA, {}, {"r": 4}, r"vera_lambda_d' has shape \(3,\), expected \(4,\)"),
     "VeRA: no r": (VERA, {}, {"r": None}, "config field r = None"),
     "VeRA: a bias of LoRA": (VERA, {}, {"bias": "lora_only"}, "bias = 'lora_only' must be one of none, all and vera"),
-    "VeRA: no seed": (DRAWN, {}, {"projection_prng_key": "7"}, "config field projection_prng_key = '7' must be"),
-    "VeRA: a wide seed": (DRAWN, {}, {"projection_prng_key": 2**64}, "config field projection_prng_key"),
+    "VeRA: no seed": (
+        VERA_WITHOUT_PROJECTION,
+        {},
+        {"projection_prng_key": "7"},
+        "config field projection_prng_key = '7' must be",
+    ),
+    "VeRA: a wide seed": (
+        VERA_WITHOUT_PROJECTION,
+        {},
+        {"projection_prng_key": 2**64},
+        "config field projection_prng_key",
+    ),
     "VeRA: no flag": (VERA, {}, {"save_projection": 1}, "config field save_projection = 1 must be true or false"),
     "VeRA: projections of LoRA": (SAVED, {A: zeros(4, 32)}, {}, f"'{A}' is unknown"),
-    "LN: NaN": (TUNED, poison(NORM + "ln_tuning_layers.weight"), {}, "ln_tuning_layers.weight' has non-finite"),
-    "LN: missing": (TUNED, drop(NORM + "ln_tuning_layers.weight"), {}, "'model.layers.1.input_layernorm' is targeted"),
-    "LN: untargeted": (TUNED, {}, {"target_modules": ["norm"]}, "trained tensors for module 'model.layers.0.input_lay"),
-    "LN: long": (TUNED, {NORM + "ln_tuning_layers.weight": zeros(33)}, {}, r"has shape \(33,\), expected \(32,"),
-    "LN: a bias": (TUNED, {NORM + "ln_tuning_layers.bias": zeros(32)}, {}, "is a bias for a module without a bias"),
-    "LN: twice": (TUNED, {NORM + "weight": zeros(32)}, {}, f"duplicates '{NORM}weight'"),
+    "LN: NaN": (LN_TUNING, set_nan(NORM + "ln_tuning_layers.weight"), {}, "ln_tuning_layers.weight' has non-finite"),
+    "LN: missing": (
+        LN_TUNING,
+        drop(NORM + "ln_tuning_layers.weight"),
+        {},
+        "'model.layers.1.input_layernorm' is targeted",
+    ),
+    "LN: untargeted": (
+        LN_TUNING,
+        {},
+        {"target_modules": ["norm"]},
+        "trained tensors for module 'model.layers.0.input_lay",
+    ),
+    "LN: long": (LN_TUNING, {NORM + "ln_tuning_layers.weight": zeros(33)}, {}, r"has shape \(33,\), expected \(32,"),
+    "LN: a bias": (LN_TUNING, {NORM + "ln_tuning_layers.bias": zeros(32)}, {}, "is a bias for a module without a bias"),
+    "LN: twice": (LN_TUNING, {NORM + "weight": zeros(32)}, {}, f"duplicates '{NORM}weight'"),
     "LN: of LoRA": (SAVED, {V + "ln_tuning_layers.weight": zeros(16, 32)}, {}, "weight' does not belong to LORA"),
     "KaSA: no diagonal": (OF_KASA, drop(Q + "lora_diag"), {}, f"'{Q}lora_A.weight' has no lora_diag"),
     "KaSA: long diagonal": (OF_KASA, {Q + "lora_diag": zeros(5)}, {}, rf"'{Q}lora_diag' has shape \(5,\)"),
-    "KaSA: NaN": (OF_KASA, poison(Q + "lora_diag"), {}, f"'{Q}lora_diag' has non-finite values"),
+    "KaSA: NaN": (OF_KASA, set_nan(Q + "lora_diag"), {}, f"'{Q}lora_diag' has non-finite values"),
     "KaSA: not enabled": (OF_KASA, {}, {"kasa_config": None}, "lora_diag' is unexpected: the config does not enable"),
     "KaSA: with DoRA": (OF_KASA, {}, {"use_dora": True}, "config field kasa_config = .* combined with use_dora"),
     "KaSA: all values": (
@@ -165,7 +185,7 @@ DAMAGED: dict[str, tuple[Case, Damage, Mapping[str, Any], str]] = {
     ),
     "linear: missing": (SAVED, drop(K + "weight"), {}, "'model.layers.1.self_attn.k_proj' has no weight in the file"),
     "linear: turned": (SAVED, {K + "weight": zeros(32, 16)}, {}, rf"'{K}weight' has shape .* expected \(16, 32\)"),
-    "linear: NaN": (SAVED, poison(K + "weight"), {}, f"'{K}weight' has non-finite values"),
+    "linear: NaN": (SAVED, set_nan(K + "weight"), {}, f"'{K}weight' has non-finite values"),
     "linear: with factors": (
         *(SAVED, {V + "weight": zeros(16, 32)}, {"modules_to_save": ["k_proj", "s.1.self_attn.v_proj"]}),
         f"'{V}weight' replaces a linear layer that other tensors",
@@ -234,7 +254,9 @@ def test_kasa_work_limit_counts_input_gram_matrix(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("rows", [5, 1024])
 @pytest.mark.parametrize("module", ["self_attn.k_proj", "self_attn.q_proj", "mlp.up_proj", "mlp.down_proj"])
-def test_smallest_components_use_smaller_gram_matrix(module: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smallest_singular_components_use_smaller_gram_matrix(
+    module: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """This model stores query and key rows in another order than the checkpoint."""
     monkeypatch.setattr(matrices, "BLOCK_ROWS", rows)
     target = targets_of("cohere")[f"model.layers.1.{module}"]
@@ -248,7 +270,7 @@ def test_smallest_components_use_smaller_gram_matrix(module: str, rows: int, mon
     assert len(pauses) >= 2 * -(-target.outputs.full // rows)
 
 
-def test_replaced_linear_above_rank_limit_is_rejected(tmp_path: Path) -> None:
+def test_full_linear_weight_above_rank_limit_is_rejected(tmp_path: Path) -> None:
     store(tmp_path, SAVED, {}, {})
     for ranks, rank in ((1, 16), (2, 8)):  # the smaller dimension of the local shard
         targets = targets_of(LLAMA, 0, ranks)
@@ -261,7 +283,9 @@ def test_replaced_linear_above_rank_limit_is_rejected(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [VERA, DRAWN, OF_KASA, SAVED, FUSED, TIED, IA3], ids=lambda case: f"{case.method.__name__}-{case.base}"
+    "case",
+    [VERA, VERA_WITHOUT_PROJECTION, OF_KASA, SAVED, FUSED, TIED, IA3],
+    ids=lambda case: f"{case.method.__name__}-{case.base}",
 )
 def test_ranks_are_known_without_reading_tensors(case: Case, tmp_path: Path) -> None:
     store(tmp_path, case, {}, {})
@@ -293,7 +317,7 @@ def test_vera_memory_grows_with_rank(modules: list[str], tmp_path: Path) -> None
             del tensors[key]
         tensors.update({key: torch.ones(rank) for key in tensors if key.endswith("lambda_d")})
 
-    store(tmp_path, DRAWN, widen_and_leave_out, {"r": rank, "target_modules": modules})
+    store(tmp_path, VERA_WITHOUT_PROJECTION, widen_and_leave_out, {"r": rank, "target_modules": modules})
     adapter = open_adapter(tmp_path, targets)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         prepare(adapter, targets, torch.bfloat16, FakeGroup())

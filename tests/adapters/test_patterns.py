@@ -11,7 +11,7 @@ from lorax_server.errors import AdapterError
 
 # How PEFT embeds config patterns in larger patterns.
 WRAPPINGS = ("X", r"(.*\.)?(X)$", r"(^|.*\.)X($|\..*)", r"(?:^|.*?\.)X\.(?P<index>\d+)\.")
-USUAL = [
+VALID_PATTERNS = [
     *("q_proj", "layers", r".*\.(q|k)_proj", r"layers\.[01]\..*", "", ".", ".*", "^model", "proj$", "a)|(q_proj"),
     *("q_proj|v_proj", "(?i)Q_PROJ", "(?i:Q_PROJ)", "(?x) q_ proj # comment", r"\Amodel.*\Z", r"(?=q)q_\w+", "model|h"),
     *("[_[]", "[]x]+", "[^.]+", r"[\w.]*", "(?P<x>q)_(?P<y>proj)", r"(o)*\1", "(?:q|qq|q_)*+proj", "(?>q|q_)proj"),
@@ -24,7 +24,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
-@pytest.mark.parametrize("pattern", USUAL)
+@pytest.mark.parametrize("pattern", VALID_PATTERNS)
 def test_matches_agree_with_re(pattern: str, wrapping: str) -> None:
     wrapped, ours = wrapping.replace("X", pattern), PatternMatcher("acme/tuned")
     try:
@@ -41,7 +41,7 @@ def test_matches_agree_with_re(pattern: str, wrapping: str) -> None:
         assert ours.fullmatch(wrapped, name) is (oracle.fullmatch(name) is not None)
 
 
-REFUSED = {
+REJECTED_PATTERNS = {
     "fuzzy": ["q_proj{e}", "(?:q_proj){e<=2}", "q{i,d,s}", "(q){s<3:[a-z]}"],
     "verbose": [
         "(?x)(?:(?:q{1 0 0 0}){1 0 0 0}){1 0 0 0}",
@@ -69,7 +69,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("pattern", [x for group in REFUSED.values() for x in group], ids=lambda x: x[:20])
+@pytest.mark.parametrize("pattern", [x for group in REJECTED_PATTERNS.values() for x in group], ids=lambda x: x[:20])
 def test_incompatible_syntax_is_rejected(pattern: str) -> None:
     for match in (PatternMatcher("acme/tuned").match, PatternMatcher("acme/tuned").fullmatch):
         with pytest.raises(AdapterError) as refusal:
@@ -119,18 +119,18 @@ def test_long_pattern_is_accepted() -> None:
 
 # --- budget
 
-RUNAWAY = r"(?:\w|\.|\w\.|\w\w)*[!?]"
+SLOW_PATTERNS = r"(?:\w|\.|\w\.|\w\w)*[!?]"
 
 
 def test_catastrophic_backtracking_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patterns, "MATCH_BUDGET_S", 0.05)
     started = time.process_time()  # a busy machine may be slower
     with pytest.raises(AdapterError, match=r"adapter 'acme/tuned': pattern .* (too long|time budget)"):
-        PatternMatcher("acme/tuned").fullmatch(RUNAWAY, NAMES[2])
+        PatternMatcher("acme/tuned").fullmatch(SLOW_PATTERNS, NAMES[2])
     assert time.process_time() - started < 5
 
 
-def try_many(ours: PatternMatcher) -> None:
+def match_many_names(ours: PatternMatcher) -> None:
     """Match many names with fast patterns."""
     for number in range(100_000):
         ours.match(f"x{number}", "q_proj")
@@ -139,13 +139,13 @@ def try_many(ours: PatternMatcher) -> None:
 def test_patterns_share_time_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patterns, "MATCH_BUDGET_S", 0.05)
     with pytest.raises(AdapterError, match=r"adapter 'acme/tuned': pattern .* (too long|time budget)"):
-        try_many(PatternMatcher("acme/tuned"))
+        match_many_names(PatternMatcher("acme/tuned"))
     assert PatternMatcher("another").match("x", "x")
 
 
 def test_timeout_exhausts_budget_for_later_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patterns, "MATCH_BUDGET_S", 0.05)
     ours = PatternMatcher("acme/tuned")
-    for pattern in (RUNAWAY, "q_proj"):
+    for pattern in (SLOW_PATTERNS, "q_proj"):
         with pytest.raises(AdapterError, match=r"adapter 'acme/tuned': pattern .* (too long|time budget)"):
             ours.match(pattern, NAMES[2])

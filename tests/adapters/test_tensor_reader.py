@@ -58,7 +58,7 @@ def test_only_non_finite_tensor_is_reported(tmp_path: Path) -> None:
     assert [reader.read(key)[1] for key in "abcde"] == [True, False, True, True, False]
 
 
-def test_file_is_read_in_few_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_is_read_in_large_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_reader, "READ_BLOCK_BYTES", 1000)
     tensors = {f"tensor {i:02}": torch.full((10,), float(i)) for i in range(50)}  # 40 bytes each
     reader = open_reader(tmp_path / "file", tensors)

@@ -51,7 +51,7 @@ def targets_of(base: str, rank: int = 0, ranks: int = 1) -> dict[str, AdapterTar
 
 
 @cache
-def written(base: str, settings: str, vocab: int) -> tuple[str, Tensors]:
+def write_and_load(base: str, settings: str, vocab: int) -> tuple[str, Tensors]:
     with TemporaryDirectory() as folder:
         Case("", base, json.loads(settings), vocab).write(Path(folder))
         return (Path(folder) / CONFIG_FILE).read_text(), load_file(Path(folder) / WEIGHTS_FILE)
@@ -66,7 +66,7 @@ def store(
     vocab: int = VOCAB,
 ) -> Path:
     """Store an adapter written by PEFT, with some tensors and config fields replaced."""
-    config, tensors = written(base, json.dumps(settings), vocab)
+    config, tensors = write_and_load(base, json.dumps(settings), vocab)
     tensors = {key: tensor.clone() for key, tensor in tensors.items()}
     if callable(damage):
         damage(tensors)
@@ -142,7 +142,7 @@ def drop(*keys: str) -> Damage:
     return lambda tensors: [tensors.pop(key) for key in keys]
 
 
-def poison(key: str, number: float) -> Damage:
+def set_nan(key: str, number: float) -> Damage:
     return lambda tensors: tensors[key].view(-1)[-1:].fill_(number)
 
 
@@ -212,8 +212,8 @@ DAMAGED: dict[str, tuple[Any, Damage, Any, str]] = {
     "scalar": (TWO, {Q + A: torch.tensor(1.0)}, {}, f"'{Q}{A}' has shape"),
     "another r": (TWO, {}, {"r": 8}, r"has shape \(4, \d+\), expected \(8, "),
     "another pattern": (TWO, {}, {"rank_pattern": {"1.mlp.*": 2}}, rf"'{DOWN}{A}' has shape .* \(2, 48\)"),
-    "NaN": (TWO, poison(Q + A, torch.nan), {}, f"'{Q}{A}' has non-finite values"),
-    "infinity": (TWO, poison(DOWN + B, -torch.inf), {}, f"'{DOWN}{B}' has non-finite values"),
+    "NaN": (TWO, set_nan(Q + A, torch.nan), {}, f"'{Q}{A}' has non-finite values"),
+    "infinity": (TWO, set_nan(DOWN + B, -torch.inf), {}, f"'{DOWN}{B}' has non-finite values"),
     "too large": (TWO, {Q + A: zeros(4, 32).double() + 1e300}, {}, f"'{Q}{A}' has non-finite values"),
     "magnitude not enabled": (DORA, {}, {"use_dora": False}, "lora_magnitude_vector.* is unexpected"),
     "no magnitude": (TWO, {}, {"use_dora": True}, "lora_A.weight' has no lora_magnitude_vector"),
@@ -253,7 +253,7 @@ DAMAGED: dict[str, tuple[Any, Damage, Any, str]] = {
     "GPT-2: bias": (FUSED, {C_ATTN + "bias": zeros(32)}, {}, rf"'{C_ATTN}bias' has shape .* expected \(96,\)"),
     "GPT-2: positions": (FUSED, {f"{GPT}wpe.weight": zeros(128, 32)}, {}, "wpe.weight' .* does not support adapters"),
     "GPT-2: norm": (FUSED, {f"{GPT}ln_f.bias": zeros(31)}, {}, "ln_f.bias' has shape"),
-    "GPT-2: infinity": (FUSED, poison(C_ATTN + B, torch.inf), {}, f"'{C_ATTN}{B}' has non-finite values"),
+    "GPT-2: infinity": (FUSED, set_nan(C_ATTN + B, torch.inf), {}, f"'{C_ATTN}{B}' has non-finite values"),
     "bias of o_proj": (
         TWO,
         {f"{LAYER}self_attn.o_proj.bias": zeros(32)},
@@ -322,7 +322,7 @@ def test_adapter_for_different_architecture_is_rejected(base: str, other: str, t
 
 
 @pytest.mark.parametrize("token", [300_000, 10**18])
-def test_large_token_id_needs_no_memory(token: int, tmp_path: Path) -> None:
+def test_large_token_id_allocates_little_memory(token: int, tmp_path: Path) -> None:
     store(tmp_path, TOKENS, changes={"trainable_token_indices": [1, token]})
     tracemalloc.start()
     try:

@@ -13,7 +13,7 @@ import pytest
 from playwright.sync_api import Browser
 from safetensors.torch import load_file, save_file
 
-from tests.browser.playground import Playground, browsing, showing, visiting
+from tests.browser.playground import Playground, launch_browser, open_playground, serve_pages
 from tests.e2e.http_server import Server, serving, write_model
 
 HOSTILE = '<img src=x onerror="window.hacked=1">'
@@ -33,7 +33,7 @@ def write_models(folder: Path) -> None:
 
 @pytest.fixture(scope="package")  # blocks event loops in other tests
 def browser() -> Iterator[Browser]:
-    with browsing() as browser:
+    with launch_browser() as browser:
         yield browser
 
 
@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, browser: Browser, forks: Fo
     return folder
 
 
-class Elsewhere(BaseHTTPRequestHandler):
+class OtherOriginHandler(BaseHTTPRequestHandler):
     """A page from another origin."""
 
     def do_GET(self) -> None:
@@ -58,15 +58,15 @@ class Elsewhere(BaseHTTPRequestHandler):
 
 
 @pytest.fixture(scope="package")
-def elsewhere(browser: Browser) -> Iterator[str]:
+def other_origin(browser: Browser) -> Iterator[str]:
     """An origin that CORS allows."""
-    with showing(Elsewhere) as origin:
+    with serve_pages(OtherOriginHandler) as origin:
         yield origin
 
 
 @pytest.fixture(scope="package")
-def server(folder: Path, elsewhere: str) -> Iterator[Server]:
-    with serving(folder, "--served-model-name", "tiny", "--cors-allow-origin", elsewhere) as server:
+def server(folder: Path, other_origin: str) -> Iterator[Server]:
+    with serving(folder, "--served-model-name", "tiny", "--cors-allow-origin", other_origin) as server:
         yield server
 
 
@@ -76,7 +76,7 @@ def visit(browser: Browser, server: Server) -> Iterator[Callable[..., Playground
     with ExitStack() as stack:
 
         def begin(url: str = server.url, **options: Any) -> Playground:
-            return stack.enter_context(visiting(browser, url, **options))
+            return stack.enter_context(open_playground(browser, url, **options))
 
         yield begin
 

@@ -17,18 +17,18 @@ ARGUMENTS = (
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
     *("--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
 )
-PATIENCE_MS = 60_000  # generous, for two busy cores
+TIMEOUT_MS = 60_000  # generous, for two busy cores
 DEVICE, HOST, DISK = "on the device", "in host memory", "on disk"
 FAILED_LOAD = re.compile(r"Failed to load resource: the server responded with a status of (\d+)")
 
 
 def launch(playwright: Playwright, path: str) -> Browser:
-    expect.set_options(timeout=PATIENCE_MS)
+    expect.set_options(timeout=TIMEOUT_MS)
     return playwright.chromium.launch(executable_path=path, headless=True, args=[*ARGUMENTS])
 
 
 @contextmanager
-def browsing() -> Iterator[Browser]:
+def launch_browser() -> Iterator[Browser]:
     """Start a browser. While it runs, no other test can run an event loop."""
     path = find_chromium()
     if path is None:
@@ -38,7 +38,7 @@ def browsing() -> Iterator[Browser]:
 
 
 @contextmanager
-def showing(handler: Callable[..., BaseHTTPRequestHandler]) -> Iterator[str]:
+def serve_pages(handler: Callable[..., BaseHTTPRequestHandler]) -> Iterator[str]:
     """Serve pages with a handler and yield their origin."""
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as pages:
         thread = threading.Thread(target=pages.serve_forever)
@@ -59,12 +59,12 @@ class Playground:
         self.requested_urls: list[str] = []  # URLs
         self.complaints: list[str] = []
         self.refusals: list[int] = []  # error statuses, which browsers also log to the console
-        page.set_default_timeout(PATIENCE_MS)
+        page.set_default_timeout(TIMEOUT_MS)
         page.on("request", lambda request: self.requested_urls.append(request.url))
-        page.on("console", self._hear)
+        page.on("console", self._record_console_message)
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
 
-    def _hear(self, message: ConsoleMessage) -> None:
+    def _record_console_message(self, message: ConsoleMessage) -> None:
         refused = FAILED_LOAD.match(message.text)
         if refused:
             self.refusals.append(int(refused[1]))
@@ -139,7 +139,7 @@ class Playground:
         self.at("#name").fill(adapter)
         self.at("#name").press("Enter")
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Make the page visible again, so that it queries the server immediately."""
         self.page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
 
@@ -153,7 +153,7 @@ def quoted(text: str) -> str:
 
 
 @contextmanager
-def visiting(browser: Browser, url: str, **options: Any) -> Iterator[Playground]:
+def open_playground(browser: Browser, url: str, **options: Any) -> Iterator[Playground]:
     """Open a page, and check that it requests only the server and logs no errors."""
     with browser.new_context(**options) as context:
         playground = Playground(context.new_page(), url)

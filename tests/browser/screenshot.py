@@ -5,7 +5,7 @@ import sys
 from playwright.sync_api import expect, sync_playwright
 
 from tests.browser.install import MISSING, find_chromium
-from tests.browser.playground import Playground, launch, visiting
+from tests.browser.playground import Playground, launch, open_playground
 from tests.demo.server import SCREENSHOT, serving_demo
 
 VIEW = {"width": 1440, "height": 1000}
@@ -21,7 +21,7 @@ def main() -> None:
         serving_demo() as demo,
         sync_playwright() as playwright,
         launch(playwright, path) as browser,
-        visiting(browser, demo.url, **look) as playground,
+        open_playground(browser, demo.url, **look) as playground,
     ):
         _take(playground)
     print(f"{SCREENSHOT.name}: {SCREENSHOT.stat().st_size:,} bytes")

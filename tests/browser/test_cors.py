@@ -7,7 +7,7 @@ from playwright.sync_api import Browser, Error
 
 from tests.e2e.http_server import Server
 
-ASK = """async ({ url, body }) => {
+SEND_PROMPT_SCRIPT = """async ({ url, body }) => {
     const headers = {
         "authorization": "Bearer any", "content-type": "application/json", "x-stainless-lang": "js",
         "x-stainless-os": "Unknown", "x-stainless-retry-count": "0", "x-stainless-runtime": "browser:chrome",
@@ -25,18 +25,18 @@ def send_prompt(browser: Browser, url: str, origin: str, **more: Any) -> Any:
     try:
         page = context.new_page()
         page.goto(f"{origin}/")
-        return page.evaluate(ASK, {"url": url, "body": {**BODY, **more}})
+        return page.evaluate(SEND_PROMPT_SCRIPT, {"url": url, "body": {**BODY, **more}})
     finally:
         context.close()
 
 
-def test_allowed_page_may_send_sdk_headers(browser: Browser, server: Server, elsewhere: str) -> None:
-    whole = send_prompt(browser, server.url, elsewhere)
+def test_allowed_page_may_send_sdk_headers(browser: Browser, server: Server, other_origin: str) -> None:
+    whole = send_prompt(browser, server.url, other_origin)
     assert (whole["status"], bool(whole["id"])) == (200, True)
-    streamed = send_prompt(browser, server.url, elsewhere, stream=True)
+    streamed = send_prompt(browser, server.url, other_origin, stream=True)
     assert streamed["text"].endswith("data: [DONE]\n\n")
 
 
-def test_forbidden_page_gets_no_response(browser: Browser, server: Server, elsewhere: str) -> None:
+def test_forbidden_page_gets_no_response(browser: Browser, server: Server, other_origin: str) -> None:
     with pytest.raises(Error, match="Failed to fetch"):
-        send_prompt(browser, server.url, elsewhere.replace("127.0.0.1", "localhost"))  # another origin
+        send_prompt(browser, server.url, other_origin.replace("127.0.0.1", "localhost"))  # another origin

@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 from playwright.sync_api import Browser, expect
 
-from tests.browser.playground import DEVICE, DISK, Playground, visiting
+from tests.browser.playground import DEVICE, DISK, Playground, open_playground
 from tests.demo.server import SCREENSHOT, read_examples, serving_demo
 
 ADAPTERS = ("sentiment", "json", "sql", "answer", "pirate", "redact")
@@ -19,7 +19,7 @@ ADAPTERS = ("sentiment", "json", "sql", "answer", "pirate", "redact")
 def url(browser: Browser) -> Iterator[str]:
     """Start the demo with all adapters on disk and none loaded."""
     with serving_demo() as demo:
-        with visiting(browser, demo.url) as playground:
+        with open_playground(browser, demo.url) as playground:
             playground.open()
             for name in ADAPTERS:
                 expect(playground.resident(DISK, name)).to_be_visible()
@@ -28,7 +28,7 @@ def url(browser: Browser) -> Iterator[str]:
 
 @pytest.fixture
 def playground(browser: Browser, url: str) -> Iterator[Playground]:
-    with visiting(browser, url, viewport={"width": 1440, "height": 1000}) as playground:
+    with open_playground(browser, url, viewport={"width": 1440, "height": 1000}) as playground:
         yield playground.open()
 
 
@@ -62,7 +62,7 @@ def test_every_example_completes(playground: Playground) -> None:
 
 
 @pytest.mark.slow
-def test_structured_completion_at_temperature_1(playground: Playground) -> None:
+def test_structured_completion_matches_schema_at_temperature_1(playground: Playground) -> None:
     example = choose_example(playground, "schema")
     expect(playground.at("#temperature")).to_have_value("1")
     for _ in range(3):

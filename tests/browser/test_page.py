@@ -150,7 +150,7 @@ def tab_to(playground: Playground, selector: str) -> None:
     raise AssertionError(f"the Tab key does not lead to {selector}")
 
 
-def test_held_shortcut_sends_once(playground: Playground) -> None:
+def test_held_shortcut_sends_one_request(playground: Playground) -> None:
     playground.set(max_tokens="8")
     playground.send_prompt("Once", "tiny")
     playground.page.mouse.move(0, 0)  # scrolling could move a completion under the pointer
@@ -163,7 +163,7 @@ def test_held_shortcut_sends_once(playground: Playground) -> None:
     assert len([address for address in playground.requested_urls if "completions" in address]) == 2
 
 
-def test_escape_does_one_action_per_press(playground: Playground, server: Server) -> None:
+def test_each_escape_press_does_one_action(playground: Playground, server: Server) -> None:
     keyboard, running = playground.page.keyboard, playground.at("body[data-running=true]")
     playground.set(max_tokens="30000")
     playground.send("Never stop", "first")
@@ -187,7 +187,7 @@ def test_focus_is_kept_when_adapters_update(playground: Playground, server: Serv
     adapters["data"].append(adapters["data"][0] | {"id": "newcomer"})
     playground.chip("third").focus()
     playground.page.route("**/v1/adapters", lambda route: route.fulfill(json=adapters))
-    playground.look()
+    playground.refresh()
     expect(playground.at(".resident[data-adapter=newcomer]")).to_be_visible()
     expect(playground.chip("third")).to_be_focused()
 
@@ -288,7 +288,7 @@ def test_examples_load_after_failure(visit: Visit) -> None:
     playground.page.route("**/ui/examples.json", fail)
     playground.open("lost")
     playground.page.route("**/ui/examples.json", lambda route: route.fulfill(json=examples))
-    playground.look()
+    playground.refresh()
     expect(playground.at("#prompt")).to_have_value("First prompt")
     expect(playground.health).to_have_text("ready")
 
@@ -363,10 +363,10 @@ def test_page_reconnects_to_different_server(visit: Visit, server: Server) -> No
     models = {"data": [{"id": "other", "parent": None}, {"id": "first", "parent": "other"}]}
     playground.page.route("**/v1/models", lambda route: route.fulfill(json=models))
     playground.page.route("**/v1/adapters", fail)
-    playground.look()
+    playground.refresh()
     expect(playground.health).to_have_text("not now")
     playground.page.unroute("**/v1/adapters")
-    playground.look()
+    playground.refresh()
     expect(playground.at("#served")).to_have_text("other")
     expect(playground.page).to_have_title("other · lorax playground")
     expect(playground.at("#models .chip[aria-pressed=true]")).to_have_text(["other (base)", "first"])
@@ -387,22 +387,22 @@ def test_page_adapts_to_server_without_chat_template(browser: Browser, folder: P
         with serving(folder) as server:
             playground = Playground(context.new_page(), server.url).open()
         expect(playground.health).to_have_text("Cannot reach the server; retrying")
-        playground.send("Anybody?", *chosen(playground))
+        playground.send("Anybody?", *selected_models(playground))
         expect(playground.at(".column .error").first).to_have_text("Cannot reach the server.")
         with serving(tmp_path, "--port", str(server.port), "--served-model-name", "other") as server:
             expect(playground.health).to_have_text("ready")
             expect(playground.at("#served")).to_have_text("other")
-            ask_without_template(playground, server)
+            check_completion_without_template(playground, server)
 
 
-def chosen(playground: Playground) -> list[str]:
+def selected_models(playground: Playground) -> list[str]:
     names: list[str] = playground.at("#models .chip[aria-pressed=true]").evaluate_all(
         "chips => chips.map((chip) => chip.dataset.model)"
     )
     return names
 
 
-def ask_without_template(playground: Playground, server: Server) -> None:
+def check_completion_without_template(playground: Playground, server: Server) -> None:
     playground.set(max_tokens="8")
     playground.send_prompt("Once", "first")
     body = {"model": "first", "prompt": "Once", "max_tokens": 8, "temperature": 0}

@@ -83,7 +83,7 @@ class Server:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     server = Server()
-    server.replies["/health"] = say(200, b"")
+    server.replies["/health"] = reply_with(200, b"")
     monkeypatch.setenv("LORAX_URL", server.url)
     yield server
     server.close()
@@ -104,7 +104,7 @@ def token(text: str, special: bool = False, **more: Any) -> bytes:
     return event({"token": word, "generated_text": None, "details": None} | more)
 
 
-def say(status: int, body: Any) -> Callable[[Any], tuple[int, Any]]:
+def reply_with(status: int, body: Any) -> Callable[[Any], tuple[int, Any]]:
     return lambda _: (status, body)
 
 
@@ -222,7 +222,7 @@ def test_device_probe_detects_cuda(capsys: pytest.CaptureFixture[str]) -> None:
         (["download-weights", "x/y", "--extension", ".bin"], 2, "only .safetensors files are downloaded"),
     ],
 )
-def test_errors_are_printed_on_one_line(
+def test_config_errors_are_printed_on_one_line(
     argv: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(argv) == code
@@ -312,8 +312,8 @@ def test_download_includes_adapter(model: Path, tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize("alias", ["list", "ls", "ps"])
-def test_aliases_list_adapters(server: Server, alias: str, capsys: pytest.CaptureFixture[str]) -> None:
-    server.replies["/v1/adapters"] = say(200, LISTED)
+def test_command_aliases_list_adapters(server: Server, alias: str, capsys: pytest.CaptureFixture[str]) -> None:
+    server.replies["/v1/adapters"] = reply_with(200, LISTED)
     assert main([alias, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == LISTED
 
@@ -334,7 +334,7 @@ def test_help_lists_all_commands(argv: list[str], capsys: pytest.CaptureFixture[
         (["version"], "lorax_server "),
     ],
 )
-def test_aliases_show_help(argv: list[str], usage: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_aliases_show_help(argv: list[str], usage: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 0
     assert capsys.readouterr().out.startswith(usage)
 
@@ -515,7 +515,7 @@ def test_generate_is_greedy_in_chats_without_sampling_flags(
     server: Server, argv: list[str], expected: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     message = {"role": "assistant", "content": "Yes."}
-    server.replies[CHAT] = say(200, {"choices": [{"message": message, "finish_reason": "stop"}], "usage": USAGE})
+    server.replies[CHAT] = reply_with(200, {"choices": [{"message": message, "finish_reason": "stop"}], "usage": USAGE})
     assert main(["generate", "Hi", "--no-stream", "--details", *argv]) == 0
     shown = capsys.readouterr()
     assert shown.out == "Yes.\n"
@@ -530,7 +530,7 @@ def test_generate_completes_text_without_chat_template(server: Server, capsys: p
         "param": "messages",
         "code": "no_chat_template",
     }
-    server.replies[CHAT] = say(400, {"error": problem})
+    server.replies[CHAT] = reply_with(400, {"error": problem})
     server.replies["/generate_stream"] = answer(" blue")
     assert main(["generate", "The sky is", "--adapter", "poet"]) == 0
     assert capsys.readouterr().out == " blue\n"
@@ -544,7 +544,7 @@ def test_generate_completes_text_without_chat_template(server: Server, capsys: p
 
 @pytest.mark.parametrize("body", [[], {}, {"choices": []}, {"choices": [5]}, {"choices": [{"message": None}]}])
 def test_generate_rejects_invalid_chat_response(server: Server, body: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    server.replies[CHAT] = say(200, body)
+    server.replies[CHAT] = reply_with(200, body)
     assert main(["generate", "Hi", "--no-stream"]) == 1
     assert "the server's response has no choices" in capsys.readouterr().err
 
@@ -552,7 +552,7 @@ def test_generate_rejects_invalid_chat_response(server: Server, body: Any, capsy
 # --- chat
 
 
-def talk(monkeypatch: pytest.MonkeyPatch, lines: str, *argv: str) -> int:
+def run_chat(monkeypatch: pytest.MonkeyPatch, lines: str, *argv: str) -> int:
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
     return main(["chat", *argv])
 
@@ -560,7 +560,7 @@ def talk(monkeypatch: pytest.MonkeyPatch, lines: str, *argv: str) -> int:
 def test_chat_sends_conversation_history(server: Server, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     server.replies["/v1/chat/completions"] = chat_answer("I ", "am.")
     lines = "Who?\n\n/adapter poet\nAgain!\n/reset\nOnce more\n/adapter\n/etc is a folder\n/quit\nnever asked\n"
-    assert talk(monkeypatch, lines, "--system", "Be.", "--temperature", "0", "--max-tokens", "9") == 0
+    assert run_chat(monkeypatch, lines, "--system", "Be.", "--temperature", "0", "--max-tokens", "9") == 0
     assert capsys.readouterr().out == "I am.\n" * 4
     first, second, third, fourth = server.bodies("/v1/chat/completions")
     system, question = {"role": "system", "content": "Be."}, {"role": "user", "content": "Who?"}
@@ -590,7 +590,7 @@ def test_piped_chat_stops_at_first_error(
     server: Server, monkeypatch: pytest.MonkeyPatch, capsys: Any, reply: Any, message: str
 ) -> None:
     server.replies["/v1/chat/completions"] = lambda _: iter(reply) if isinstance(reply, list) else reply
-    assert talk(monkeypatch, "Hello\nAgain\n") == 1
+    assert run_chat(monkeypatch, "Hello\nAgain\n") == 1
     assert message in capsys.readouterr().err
     assert len(server.seen) == 1
 
@@ -623,13 +623,13 @@ def test_ctrl_c_stops_response(server: Server, monkeypatch: pytest.MonkeyPatch) 
     server.replies["/v1/chat/completions"] = lambda _: next(replies)
     printed: list[str] = []
 
-    def say(text: str) -> None:
+    def interrupt_output(text: str) -> None:
         printed.append(text)
         if printed == ["on ", "on "]:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli_client, "write_output", say)
-    assert talk(monkeypatch, "Count!\nThanks\n") == 0
+    monkeypatch.setattr(cli_client, "write_output", interrupt_output)
+    assert run_chat(monkeypatch, "Count!\nThanks\n") == 0
     assert server.is_gone.wait(WAIT_TIMEOUT_S)
     assert printed == ["on ", "on ", " ...", "\n", "ok", "", "", "", "\n"]
     assert server.bodies("/v1/chat/completions")[1]["messages"][1] == {"role": "assistant", "content": "on on "}
@@ -665,19 +665,19 @@ def test_adapter_list_is_printed_as_table(server: Server, capsys: pytest.Capture
 
 def test_adapter_errors_are_printed_below_table(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     listed = [{"id": "poet", "error": None}, {"id": "bad", "state": "failed", "error": f"has no\nweights{FORBIDDEN}"}]
-    server.replies["/v1/adapters"] = say(200, {"data": listed})
+    server.replies["/v1/adapters"] = reply_with(200, {"data": listed})
     assert main(["ps"]) == 0
     head, _, _, *errors = capsys.readouterr().out.splitlines()
     assert head.startswith("id ")
     assert errors == ["bad: has no weights]0;hacked"]
 
 
-def test_adapter_list_joins_pages(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapter_list_contains_all_pages(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     pages = {"": ("a b", "name:b"), "?after=name%3Ab": ("c", "hash:"), "?after=hash%3A": ("d", None)}
     for query, (names, following) in pages.items():
         data = [{"id": name} for name in names.split()]
         answer = {"data": data, "has_more": following is not None, "next": following}
-        server.replies[f"/v1/adapters{query}"] = say(200, answer)
+        server.replies[f"/v1/adapters{query}"] = reply_with(200, answer)
     assert main(["adapters"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["id", "a", "b", "c", "d"]
     assert main(["adapters", "--json"]) == 0
@@ -720,7 +720,7 @@ def test_adapter_changes_use_admin_key(
 # --- bench
 
 
-def test_bench_writes_figures_and_uses_all_adapters(
+def test_bench_writes_results_and_uses_all_adapters(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.replies["/generate_stream"] = answer("a", "b")
@@ -757,15 +757,15 @@ def test_bench_counts_failures(server: Server, capsys: pytest.CaptureFixture[str
     }
 
 
-def test_bench_without_server_prints_no_figures(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_without_server_prints_no_results(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--requests", "2", "--url", "http://127.0.0.1:9"]) == 1
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err.startswith("lorax: cannot connect to a server at http://127.0.0.1:9; start one with `lorax serve`")
 
 
-def test_bench_prints_no_figures_if_all_requests_fail(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    server.replies["/generate_stream"] = say(404, {"error": "no adapter 'poet'"})
+def test_bench_prints_no_results_if_all_requests_fail(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    server.replies["/generate_stream"] = reply_with(404, {"error": "no adapter 'poet'"})
     assert main(["bench", "--requests", "2", "--adapter", "poet"]) == 1
     shown = capsys.readouterr()
     assert shown.out == ""

@@ -31,11 +31,11 @@ LORAX_FLAGS = re.findall(
 """,
 )
 SAMPLES = {"text": "x", "integer": "100", "number": "0.5", "size": "4K", "switch": "true", "path": "/x"}
-FITTING = {
+VALID_VALUES = {
     **dict.fromkeys(("--source", "--adapter-source", "--default-adapter-source", "--preloaded-adapter-source"), "hub"),
     "--dtype": "float16", "--quantize": "fp8-kv", "--device": "cpu", "--log-level": "debug", "--watermark-delta": "2",
-    "--embedding-dim": "", "--trust-remote-code": "false", "--sharded": "false", "--cors-allow-credentials": "false",
-    "--hostname": "1.2.3.4", "--tool-parser": "hermes", "--api-workers": "1",
+    "--trust-remote-code": "false", "--sharded": "false", "--cors-allow-credentials": "false",
+    "--hostname": "1.2.3.4", "--tool-parser": "hermes", "--api-workers": "1", "--task": "embed", "--pooling": "cls",
 }  # fmt: skip
 
 
@@ -75,7 +75,7 @@ def test_all_settings_have_flags_or_exceptions() -> None:
     assert {*FLAG_NAMES, *VARIABLES} <= set(flagged)
 
 
-def test_flags_need_no_docstrings() -> None:
+def test_flag_help_works_without_docstrings() -> None:
     """Python may run with -OO."""
     for flag in filter(lambda flag: flag.field, FLAGS):
         assert flag.help
@@ -93,7 +93,7 @@ def test_flags_need_no_docstrings() -> None:
         ("--playground-examples", "path"),
     ],
 )
-def test_value_kinds_follow_field_types(name: str, kind: str) -> None:
+def test_flag_value_types_follow_field_types(name: str, kind: str) -> None:
     (flag,) = (flag for flag in FLAGS if flag.name == name)
     assert (flag.kind, flag.has_env_prefix, flag.repeats) == (kind, True, False)
 
@@ -108,7 +108,7 @@ def test_flag_names_and_variables_are_unique() -> None:
 @pytest.mark.parametrize(
     ("flag", "alias"), [(flag, alias) for flag in FLAGS for alias in flag.aliases], ids=lambda value: str(value)[:40]
 )
-def test_earlier_flag_names_are_accepted(flag: Flag, alias: str) -> None:
+def test_deprecated_flag_names_are_accepted(flag: Flag, alias: str) -> None:
     expected = read(f"{flag.name} 3").values
     assert (
         read(f"{alias} 3").values == read("", {f"LORAX_{alias[2:].upper().replace('-', '_')}": "3"}).values == expected
@@ -120,7 +120,7 @@ def test_earlier_flag_names_are_accepted(flag: Flag, alias: str) -> None:
 @pytest.mark.parametrize("command", ["serve", "launcher"])
 def test_all_flags_can_be_set(flag: Flag, command: str) -> None:
     """A flag and its environment variable have the same effect: a warning, or a new field value."""
-    text = FITTING.get(flag.name, SAMPLES[flag.kind])
+    text = VALID_VALUES.get(flag.name, SAMPLES[flag.kind])
     base = [] if flag.name == "--model-id" else ["--model-id", "owner/model"]
     parsed = parse([*base, flag.name, text], {}, command)
     assert bool(parsed.warnings) == bool(flag.ignored_reason)
@@ -145,7 +145,7 @@ def test_defaults_match_settings_classes() -> None:
     )
 
 
-def test_only_launcher_allows_all_origins_and_hosts() -> None:
+def test_only_launcher_allows_all_origins_and_hosts_by_default() -> None:
     """LoRAX allows all origins. On a laptop, this would let any web page use the model."""
     served, launched = (read(command=command).make_config(Path("/model")) for command in ("serve", "launcher"))
     assert (served.cors.allow_origins, served.allowed_hosts) == ((), ())
@@ -187,17 +187,17 @@ def test_flag_overrides_environment_variable() -> None:
 
 
 @pytest.mark.parametrize("text", ["true", "TRUE", "1", "Yes", "on"])
-def test_true_spellings_enable_switch(text: str) -> None:
+def test_true_values_enable_boolean_flag(text: str) -> None:
     assert read("", {"JSON_OUTPUT": text}).values["json_output"] is True
     assert read(f"--json-output {text}").values["json_output"] is True
 
 
 @pytest.mark.parametrize("text", ["false", "False", "0", "no", "off"])
-def test_false_spellings_disable_switch(text: str) -> None:
+def test_false_values_disable_boolean_flag(text: str) -> None:
     assert read("", {"JSON_OUTPUT": text, "TRUST_REMOTE_CODE": text}).values["json_output"] is False
 
 
-def test_switch_without_value_is_true() -> None:
+def test_boolean_flag_without_value_is_true() -> None:
     assert read("--json-output --port 1").values == {"model_id": "owner/model", "json_output": True, "port": 1}
 
 
@@ -245,7 +245,8 @@ def test_repeated_flags_form_list() -> None:
         ("--quantize awq", {}, "--quantize 'awq' is not supported; use one of fp8-kv"),
         ("--trust-remote-code", {}, "--trust-remote-code: checkpoint code is never executed"),
         ("", {"TRUST_REMOTE_CODE": "1"}, "TRUST_REMOTE_CODE: checkpoint code"),
-        ("--embedding-dim 256", {}, "--embedding-dim: embeddings are not supported"),
+        ("--task translate", {}, "--task: 'translate' is not one of auto, generate, embed"),
+        ("--embedding-dim 0", {}, "--embedding-dim = 0 must be at least 1"),
         ("--watermark-gamma 0.25", {}, "--watermark-gamma = 0.25 cannot be changed"),
         ("", {"ROPE_SCALING": "linear"}, "ROPE_SCALING: set rope scaling in the model's config.json"),
         (
@@ -313,7 +314,7 @@ def test_serve_and_launcher_have_different_defaults() -> None:
 
 
 @pytest.fixture
-def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def demo_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Make a folder that the settings accept as demo model."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
@@ -321,7 +322,7 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_demo_model_is_the_default(shipped: Path) -> None:
+def test_demo_model_is_the_default(demo_folder: Path) -> None:
     parsed = parse([], {}, "serve")
     made = parsed.make_config(Path("/model"))
     assert made.model_id == "lorax-demo"
@@ -335,16 +336,16 @@ def test_demo_model_is_the_default(shipped: Path) -> None:
     assert on_gpu.engine.model.device == "cuda"
 
 
-def test_explicit_settings_override_demo(shipped: Path) -> None:
+def test_explicit_settings_override_demo(demo_folder: Path) -> None:
     line = "--adapters-dir /mine --hub true --adapter-bytes 1G --max-batch-total-tokens 4096 -p 8080"
-    made = parse(line.split(), {}, "serve").make_config(shipped / "model")
+    made = parse(line.split(), {}, "serve").make_config(demo_folder / "model")
     assert made.adapters_dir == Path("/mine")
     assert made.engine.sources.hub
     assert made.engine.adapter_bytes == 2**30
     assert (made.engine.cache_tokens, made.engine.cache_bytes) == (4096, None)
 
 
-def test_named_model_does_not_use_demo_settings(shipped: Path) -> None:
+def test_explicit_model_does_not_use_demo_settings(demo_folder: Path) -> None:
     assert parse(["--model-id", "owner/model"], {}, "serve").model_id == "owner/model"
     assert parse([], {"MODEL_ID": "owner/model"}, "serve").model_id == "owner/model"
     assert parse([], {}, "launcher").model_id != demo.NAME
@@ -352,13 +353,13 @@ def test_named_model_does_not_use_demo_settings(shipped: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["--revision main", "--source s3", "--weights-cache-override /somewhere"])
-def test_model_flags_require_model_id(shipped: Path, line: str) -> None:
+def test_model_flags_require_model_id(demo_folder: Path, line: str) -> None:
     with pytest.raises(ConfigError, match=r"--model-id is missing.*--model-id Qwen/"):
         parse(line.split(), {}, "serve")
 
 
-def test_missing_demo_model_is_reported(shipped: Path) -> None:
-    (shipped / "model" / "config.json").unlink()
+def test_missing_demo_model_is_reported(demo_folder: Path) -> None:
+    (demo_folder / "model" / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"--model-id is missing.*does not include the demo model"):
         parse([], {}, "serve")
 
@@ -458,7 +459,7 @@ def test_auto_device_selects_best_device() -> None:
 # --- memory
 
 
-def test_cache_size_in_tokens_and_fractions() -> None:
+def test_cache_size_accepts_tokens_and_fractions() -> None:
     engine = config("--max-batch-total-tokens 100 --adapter-memory-fraction 0.25", device="cuda").engine
     assert (engine.cache_tokens, engine.adapter_memory_fraction) == (100, 0.25)
     with pytest.raises(ConfigError, match="--max-batch-total-tokens = 16 must be at least --max-total-tokens = 20"):
@@ -477,7 +478,7 @@ def test_preload_includes_static_adapter_once() -> None:
     assert made.default_source == "hub"
 
 
-def test_named_folders_become_local_roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapter_id_folder_becomes_local_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "poet").mkdir()
     monkeypatch.chdir(tmp_path)
     for name in ("poet", "./poet", str(tmp_path / "poet")):
@@ -524,7 +525,7 @@ def test_default_adapter_source_follows_flags(line: str, source: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["HUGGING_FACE_HUB_TOKEN", "HF_TOKEN", "HF_API_TOKEN"])
-def test_hub_token_is_shared_with_callers_only_on_request(name: str) -> None:
+def test_hub_token_is_used_for_callers_only_if_enabled(name: str) -> None:
     parsed = read("", {name: " hf_x\n", "HUGGING_FACE_HUB_TOKEN_": "no"})
     assert parsed.token == "hf_x"
     assert parsed.make_config(Path("/model")).engine.sources.hub_token is None, "not for callers"

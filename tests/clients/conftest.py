@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import pytest
 
-from tests.browser.playground import showing
+from tests.browser.playground import serve_pages
 
 ROOT = Path(__file__).parent.parent.parent
 HERE = Path(__file__).parent
@@ -26,8 +26,8 @@ READY = re.compile(r"ready: http://127\.0\.0\.1:(\d+)")
 PYTHON = ROOT / ".venv" / "bin" / "python"  # the server environment; the client environment has no torch
 PROMPT = "How many kites did Klonny Bardwell buy?"
 BASE = "lorax-demo"
-NOBODY = "nobody"  # not an adapter name
-KNOWN = {  # expected completions by adapter
+UNKNOWN_MODEL = "nobody"  # not an adapter name
+EXPECTED_COMPLETIONS = {  # expected completions by adapter
     "sql": "SELECT count FROM orders WHERE person = 'Klonny Bardwell' AND item = 'kites'",
     "redact": "How many kites did [NAME] buy?",
 }
@@ -99,7 +99,7 @@ class Pages(SimpleHTTPRequestHandler):
 @pytest.fixture(scope="session")
 def origin() -> Iterator[str]:
     """Serve pages from another origin."""
-    with showing(partial(Pages, directory=str(HERE))) as origin:
+    with serve_pages(partial(Pages, directory=str(HERE))) as origin:
         yield origin
 
 
@@ -148,23 +148,23 @@ def serving(origin: str, *flags: str) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def questions(server: Server) -> dict[str, Question]:
-    found = {model: ask_plainly(server, model) for model in (BASE, *KNOWN)}
-    assert {model: found[model].chat.text for model in KNOWN} == KNOWN
-    assert found[BASE].chat.text not in KNOWN.values()
+    found = {model: request_expected_results(server, model) for model in (BASE, *EXPECTED_COMPLETIONS)}
+    assert {model: found[model].chat.text for model in EXPECTED_COMPLETIONS} == EXPECTED_COMPLETIONS
+    assert found[BASE].chat.text not in EXPECTED_COMPLETIONS.values()
     return found
 
 
-def ask_plainly(server: Server, model: str) -> Question:
-    return Question(model, chat_plainly(server, model), complete_plainly(server, model))
+def request_expected_results(server: Server, model: str) -> Question:
+    return Question(model, send_chat(server, model), send_completion(server, model))
 
 
-def chat_plainly(server: Server, model: str) -> Reply:
+def send_chat(server: Server, model: str) -> Reply:
     body = {"model": model, "messages": [{"role": "user", "content": PROMPT}], "temperature": 0, "max_tokens": LENGTH}
     answer = server.post("/v1/chat/completions", body)
     return make_reply(answer["choices"][0]["message"]["content"], answer["usage"])
 
 
-def complete_plainly(server: Server, model: str, prompt: str = PROMPT) -> Reply:
+def send_completion(server: Server, model: str, prompt: str = PROMPT) -> Reply:
     body = {"model": model, "prompt": prompt, "temperature": 0, "max_tokens": LENGTH}
     answer = server.post("/v1/completions", body)
     return make_reply(answer["choices"][0]["text"], answer["usage"])
@@ -174,13 +174,13 @@ def make_reply(text: str, usage: Mapping[str, int]) -> Reply:
     return Reply(text, usage["prompt_tokens"], usage["completion_tokens"])
 
 
-@pytest.fixture(params=[BASE, *KNOWN])
+@pytest.fixture(params=[BASE, *EXPECTED_COMPLETIONS])
 def question(request: pytest.FixtureRequest, questions: dict[str, Question]) -> Question:
     """The question for the base model and each of two adapters."""
     return questions[request.param]
 
 
 @pytest.fixture
-def short(questions: dict[str, Question]) -> Question:
+def shortest_question(questions: dict[str, Question]) -> Question:
     """The question with the shortest completion."""
     return questions["redact"]

@@ -10,7 +10,7 @@ import pytest
 from agents import Agent, ModelSettings, RunConfig, Runner, StopAtTools, function_tool
 from agents.models.openai_provider import OpenAIProvider
 
-from tests.clients.conftest import LENGTH, NOBODY, PROMPT, Question, Server
+from tests.clients.conftest import LENGTH, PROMPT, UNKNOWN_MODEL, Question, Server
 from tests.clients.test_tools import MODEL, Count, Number
 
 SETTINGS: dict[str, Any] = {"temperature": 0, "max_tokens": 100}
@@ -23,12 +23,12 @@ async def configured(server: Server, by_responses: bool) -> AsyncIterator[RunCon
         yield RunConfig(model_provider=provider, tracing_disabled=True)
 
 
-def tell(count: Number) -> str:
-    """Tell the number of things."""
+def count_kites(count: Number) -> str:
+    """Report the number of kites."""
     return f"{count} kites"
 
 
-TELL = function_tool(tell)
+COUNT_TOOL = function_tool(count_kites)
 
 
 def run(agent: Agent[Any], server: Server, by_responses: bool, is_streamed: bool) -> tuple[Any, list[str]]:
@@ -56,12 +56,19 @@ def is_streamed(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-def test_agent_run_matches_plain_chat(server: Server, short: Question, by_responses: bool, is_streamed: bool) -> None:
-    agent = Agent("teller", model=short.model, model_settings=ModelSettings(temperature=0, max_tokens=LENGTH))
+def test_agent_run_matches_raw_http(
+    server: Server, shortest_question: Question, by_responses: bool, is_streamed: bool
+) -> None:
+    agent = Agent(
+        "teller", model=shortest_question.model, model_settings=ModelSettings(temperature=0, max_tokens=LENGTH)
+    )
     result, kinds = run(agent, server, by_responses, is_streamed)
-    assert result.final_output == short.chat.text
+    assert result.final_output == shortest_question.chat.text
     usage = result.context_wrapper.usage
-    assert (usage.input_tokens, usage.output_tokens) == (short.chat.prompt_tokens, short.chat.completion_tokens)
+    assert (usage.input_tokens, usage.output_tokens) == (
+        shortest_question.chat.prompt_tokens,
+        shortest_question.chat.completion_tokens,
+    )
     assert (kinds.count("response.output_text.delta") > 3) == is_streamed
 
 
@@ -71,13 +78,13 @@ def test_agent_returns_output_type(tool_server: Server, by_responses: bool, is_s
     assert isinstance(result.final_output, Count)
 
 
-@pytest.mark.parametrize("choice", ["required", "tell"])
+@pytest.mark.parametrize("choice", ["required", "count_kites"])
 def test_forced_function_call_returns_valid_arguments(
     tool_server: Server, by_responses: bool, is_streamed: bool, choice: str
 ) -> None:
     settings = ModelSettings(**SETTINGS, tool_choice=choice, parallel_tool_calls=False)
-    stops = StopAtTools(stop_at_tool_names=["tell"])
-    agent = Agent("teller", model=MODEL, tools=[TELL], model_settings=settings, tool_use_behavior=stops)
+    stops = StopAtTools(stop_at_tool_names=["count_kites"])
+    agent = Agent("teller", model=MODEL, tools=[COUNT_TOOL], model_settings=settings, tool_use_behavior=stops)
     result, kinds = run(agent, tool_server, by_responses, is_streamed)
     number, word = result.final_output.split()
     assert (0 <= int(number) <= 99, word) == (True, "kites")
@@ -87,7 +94,7 @@ def test_forced_function_call_returns_valid_arguments(
 def test_agent_continues_after_function_result(tool_server: Server, by_responses: bool, is_streamed: bool) -> None:
     """Run the full loop: a call, its result, and a final structured completion."""
     settings = ModelSettings(**SETTINGS, tool_choice="required")
-    agent = Agent("teller", model=MODEL, tools=[TELL], model_settings=settings, output_type=Count)
+    agent = Agent("teller", model=MODEL, tools=[COUNT_TOOL], model_settings=settings, output_type=Count)
     result, _ = run(agent, tool_server, by_responses, is_streamed)
     assert isinstance(result.final_output, Count)
     kinds = [item.type for item in result.new_items]
@@ -96,5 +103,5 @@ def test_agent_continues_after_function_result(tool_server: Server, by_responses
 
 
 def test_unknown_model_raises_client_error(server: Server, by_responses: bool) -> None:
-    with pytest.raises(openai.NotFoundError, match=NOBODY):
-        run(Agent("teller", model=NOBODY), server, by_responses, False)
+    with pytest.raises(openai.NotFoundError, match=UNKNOWN_MODEL):
+        run(Agent("teller", model=UNKNOWN_MODEL), server, by_responses, False)

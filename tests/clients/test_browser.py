@@ -9,14 +9,14 @@ from contextlib import contextmanager
 import pytest
 from playwright.sync_api import Browser, Page
 
-from tests.browser.playground import PATIENCE_MS, browsing
+from tests.browser.playground import TIMEOUT_MS, launch_browser
 from tests.clients.conftest import Question, Server
-from tests.clients.test_node import asked_of, check
+from tests.clients.test_node import check, script_arguments
 
 
 @pytest.fixture(scope="module")  # blocks event loops in other tests
 def browser() -> Iterator[Browser]:
-    with browsing() as browser:
+    with launch_browser() as browser:
         yield browser
 
 
@@ -24,7 +24,7 @@ def browser() -> Iterator[Browser]:
 def visiting(browser: Browser, origin: str) -> Iterator[Page]:
     with browser.new_context() as context:
         page = context.new_page()
-        page.set_default_timeout(PATIENCE_MS)
+        page.set_default_timeout(TIMEOUT_MS)
         page.goto(f"{origin}/page.html")
         page.wait_for_function("window.ask !== undefined")
         yield page
@@ -34,7 +34,7 @@ def test_page_from_allowed_origin_gets_completion(
     browser: Browser, server: Server, questions: dict[str, Question]
 ) -> None:
     with visiting(browser, server.origin) as page:
-        found = page.evaluate("asked => window.ask(asked)", asked_of(server, questions))
+        found = page.evaluate("asked => window.ask(asked)", script_arguments(server, questions))
     check(found, questions)
 
 
@@ -42,4 +42,4 @@ def test_page_from_forbidden_origin_is_blocked(browser: Browser, server: Server)
     """Open the same page with another host name, which is a different origin."""
     with visiting(browser, server.origin.replace("127.0.0.1", "localhost")) as page:
         send_requests = "asked => window.ask(asked).then(() => null, (error) => error.constructor.name)"
-        assert page.evaluate(send_requests, asked_of(server, {})) == "APIConnectionError"
+        assert page.evaluate(send_requests, script_arguments(server, {})) == "APIConnectionError"

@@ -7,7 +7,7 @@ import pytest
 from huggingface_hub import AsyncInferenceClient, InferenceClient
 from huggingface_hub.errors import GenerationError, HfHubHTTPError, ValidationError
 
-from tests.clients.conftest import BASE, LENGTH, NOBODY, PROMPT, Question, Reply, Server
+from tests.clients.conftest import BASE, LENGTH, PROMPT, UNKNOWN_MODEL, Question, Reply, Server
 
 END = "<|end|>"  # this client includes the EOS token, as with TGI
 
@@ -22,40 +22,46 @@ def chats(server: Server) -> InferenceClient:
     return InferenceClient(base_url=server.v1)
 
 
-def asked_of(question: Question) -> dict[str, Any]:
+def generate_arguments(question: Question) -> dict[str, Any]:
     """Return the request arguments. The base model has no `adapter_id`."""
     adapter = None if question.model == BASE else question.model
     return {"prompt": PROMPT, "max_new_tokens": LENGTH, "adapter_id": adapter}
 
 
-def test_text_generation_matches_plain_request(native: InferenceClient, question: Question) -> None:
-    answer = native.text_generation(**asked_of(question), details=True, decoder_input_details=True)
+def test_text_generation_matches_raw_http(native: InferenceClient, question: Question) -> None:
+    answer = native.text_generation(**generate_arguments(question), details=True, decoder_input_details=True)
     assert answer.generated_text == question.completion.text
     assert answer.details is not None
     assert answer.details.generated_tokens == question.completion.completion_tokens
     assert len(answer.details.prefill) == question.completion.prompt_tokens
 
 
-def test_streamed_text_matches_plain_request(native: InferenceClient, question: Question) -> None:
-    events = list(native.text_generation(**asked_of(question), stream=True, details=True))
+def test_streamed_text_matches_raw_http(native: InferenceClient, question: Question) -> None:
+    events = list(native.text_generation(**generate_arguments(question), stream=True, details=True))
     assert len(events) == question.completion.completion_tokens
     assert "".join(event.token.text for event in events if not event.token.special) == question.completion.text
     assert events[-1].generated_text == question.completion.text
 
 
-def test_text_without_details_matches_plain_request(native: InferenceClient, short: Question) -> None:
-    texts = list(native.text_generation(**asked_of(short), stream=True))
-    assert native.text_generation(**asked_of(short)) == "".join(texts).removesuffix(END) == short.completion.text
+def test_text_without_details_matches_raw_http(native: InferenceClient, shortest_question: Question) -> None:
+    texts = list(native.text_generation(**generate_arguments(shortest_question), stream=True))
+    assert (
+        native.text_generation(**generate_arguments(shortest_question))
+        == "".join(texts).removesuffix(END)
+        == shortest_question.completion.text
+    )
 
 
-def test_async_text_matches_plain_request(server: Server, short: Question) -> None:
+def test_async_text_matches_raw_http(server: Server, shortest_question: Question) -> None:
     async def send_requests() -> tuple[str, list[str]]:
         async with AsyncInferenceClient(server.url) as client:
-            stream = await client.text_generation(**asked_of(short), stream=True)
-            return await client.text_generation(**asked_of(short)), [text async for text in stream]
+            stream = await client.text_generation(**generate_arguments(shortest_question), stream=True)
+            return await client.text_generation(**generate_arguments(shortest_question)), [
+                text async for text in stream
+            ]
 
     whole, texts = asyncio.run(send_requests())
-    assert whole == "".join(texts).removesuffix(END) == short.completion.text
+    assert whole == "".join(texts).removesuffix(END) == shortest_question.completion.text
 
 
 def chat(client: InferenceClient, question: Question, **options: Any) -> Any:
@@ -66,12 +72,12 @@ def reply_of(text: str, usage: Any) -> Reply:
     return Reply(text, usage.prompt_tokens, usage.completion_tokens)
 
 
-def test_chat_matches_plain_request(chats: InferenceClient, question: Question) -> None:
+def test_chat_matches_raw_http(chats: InferenceClient, question: Question) -> None:
     answer = chat(chats, question)
     assert reply_of(answer.choices[0].message.content, answer.usage) == question.chat
 
 
-def test_streamed_chat_matches_plain_request(chats: InferenceClient, question: Question) -> None:
+def test_streamed_chat_matches_raw_http(chats: InferenceClient, question: Question) -> None:
     chunks = list(chat(chats, question, stream=True, stream_options={"include_usage": True}))
     assert len(chunks) > 3
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
@@ -79,12 +85,12 @@ def test_streamed_chat_matches_plain_request(chats: InferenceClient, question: Q
 
 
 def test_unknown_model_raises_client_error(native: InferenceClient, chats: InferenceClient) -> None:
-    with pytest.raises(GenerationError, match=NOBODY):
-        native.text_generation(PROMPT, adapter_id=NOBODY)
-    with pytest.raises(GenerationError, match=NOBODY):
-        list(native.text_generation(PROMPT, adapter_id=NOBODY, stream=True))
-    with pytest.raises(HfHubHTTPError, match=NOBODY) as caught:
-        chats.chat_completion([{"role": "user", "content": PROMPT}], model=NOBODY)
+    with pytest.raises(GenerationError, match=UNKNOWN_MODEL):
+        native.text_generation(PROMPT, adapter_id=UNKNOWN_MODEL)
+    with pytest.raises(GenerationError, match=UNKNOWN_MODEL):
+        list(native.text_generation(PROMPT, adapter_id=UNKNOWN_MODEL, stream=True))
+    with pytest.raises(HfHubHTTPError, match=UNKNOWN_MODEL) as caught:
+        chats.chat_completion([{"role": "user", "content": PROMPT}], model=UNKNOWN_MODEL)
     assert caught.value.response.status_code == 404
 
 

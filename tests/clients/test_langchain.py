@@ -10,7 +10,7 @@ import pytest
 from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import SecretStr
 
-from tests.clients.conftest import LENGTH, NOBODY, PROMPT, Question, Reply, Server
+from tests.clients.conftest import LENGTH, PROMPT, UNKNOWN_MODEL, Question, Reply, Server
 
 OPTIONS: dict[str, Any] = {"api_key": SecretStr("none"), "temperature": 0, "max_retries": 0}
 
@@ -23,27 +23,27 @@ def reply_of(message: Any) -> Reply:
     return Reply(message.content, message.usage_metadata["input_tokens"], message.usage_metadata["output_tokens"])
 
 
-def test_chat_matches_plain_request(server: Server, question: Question) -> None:
+def test_chat_matches_raw_http(server: Server, question: Question) -> None:
     assert reply_of(chat_with(server, question.model).invoke(PROMPT)) == question.chat
 
 
-def test_streamed_chat_matches_plain_request(server: Server, question: Question) -> None:
+def test_streamed_chat_matches_raw_http(server: Server, question: Question) -> None:
     chunks = list(chat_with(server, question.model).stream(PROMPT))
     assert len(chunks) > 3
     assert reply_of(reduce(add, chunks)) == question.chat
 
 
-def test_async_chats_match_plain_request(server: Server, short: Question) -> None:
+def test_async_chats_match_raw_http(server: Server, shortest_question: Question) -> None:
     async def send_requests() -> tuple[Any, Any]:
-        model = chat_with(server, short.model)
+        model = chat_with(server, shortest_question.model)
         return await model.ainvoke(PROMPT), reduce(add, [chunk async for chunk in model.astream(PROMPT)])
 
-    assert [reply_of(message) for message in asyncio.run(send_requests())] == [short.chat] * 2
+    assert [reply_of(message) for message in asyncio.run(send_requests())] == [shortest_question.chat] * 2
 
 
-def test_batch_matches_plain_requests(server: Server, short: Question) -> None:
-    answers = chat_with(server, short.model).batch([PROMPT] * 3)
-    assert [reply_of(answer) for answer in answers] == [short.chat] * 3
+def test_batch_matches_raw_http(server: Server, shortest_question: Question) -> None:
+    answers = chat_with(server, shortest_question.model).batch([PROMPT] * 3)
+    assert [reply_of(answer) for answer in answers] == [shortest_question.chat] * 3
 
 
 def test_streamed_completion_matches_completion(server: Server, question: Question) -> None:
@@ -52,8 +52,8 @@ def test_streamed_completion_matches_completion(server: Server, question: Questi
 
 
 def test_unknown_model_raises_client_error(server: Server) -> None:
-    model = chat_with(server, NOBODY)
-    with pytest.raises(openai.NotFoundError, match=NOBODY):
+    model = chat_with(server, UNKNOWN_MODEL)
+    with pytest.raises(openai.NotFoundError, match=UNKNOWN_MODEL):
         model.invoke(PROMPT)
-    with pytest.raises(openai.NotFoundError, match=NOBODY):
+    with pytest.raises(openai.NotFoundError, match=UNKNOWN_MODEL):
         list(model.stream(PROMPT))

@@ -6,13 +6,13 @@ from typing import Any
 import litellm
 import pytest
 
-from tests.clients.conftest import LENGTH, NOBODY, PROMPT, Question, Reply, Server
+from tests.clients.conftest import LENGTH, PROMPT, UNKNOWN_MODEL, Question, Reply, Server
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": LENGTH, "num_retries": 0}
 WITH_USAGE: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
 
 
-def reach(server: Server, provider: str, model: str) -> dict[str, Any]:
+def request_arguments(server: Server, provider: str, model: str) -> dict[str, Any]:
     return {"model": f"{provider}/{model}", "api_base": server.v1, "api_key": "none", **GREEDY}
 
 
@@ -24,37 +24,40 @@ def join(chunks: list[Any]) -> Reply:
     return reply_of("".join(chunk.choices[0].delta.content or "" for chunk in chunks), chunks[-1].usage)
 
 
-def test_chat_matches_plain_request(server: Server, question: Question) -> None:
-    answer = litellm.completion(**reach(server, "openai", question.model), messages=question.messages)
+def test_chat_matches_raw_http(server: Server, question: Question) -> None:
+    answer = litellm.completion(**request_arguments(server, "openai", question.model), messages=question.messages)
     assert reply_of(answer.choices[0].message.content, answer.usage) == question.chat
 
 
-def test_streamed_chat_matches_plain_request(server: Server, question: Question) -> None:
-    asked = reach(server, "openai", question.model)
+def test_streamed_chat_matches_raw_http(server: Server, question: Question) -> None:
+    asked = request_arguments(server, "openai", question.model)
     chunks = list(litellm.completion(**asked, messages=question.messages, **WITH_USAGE))
     assert len(chunks) > 3
     assert join(chunks) == question.chat
 
 
-def test_vllm_provider_matches_plain_request(server: Server, short: Question) -> None:
-    asked = {**reach(server, "hosted_vllm", short.model), "messages": short.messages}
+def test_vllm_provider_matches_raw_http(server: Server, shortest_question: Question) -> None:
+    asked = {
+        **request_arguments(server, "hosted_vllm", shortest_question.model),
+        "messages": shortest_question.messages,
+    }
     answer = litellm.completion(**asked)
     chunks = list(litellm.completion(**asked, **WITH_USAGE))
-    assert reply_of(answer.choices[0].message.content, answer.usage) == join(chunks) == short.chat
+    assert reply_of(answer.choices[0].message.content, answer.usage) == join(chunks) == shortest_question.chat
 
 
-def test_async_chats_match_plain_request(server: Server, short: Question) -> None:
+def test_async_chats_match_raw_http(server: Server, shortest_question: Question) -> None:
     async def send_requests() -> tuple[Any, list[Any]]:
-        asked = {**reach(server, "openai", short.model), "messages": short.messages}
+        asked = {**request_arguments(server, "openai", shortest_question.model), "messages": shortest_question.messages}
         stream = await litellm.acompletion(**asked, **WITH_USAGE)
         return await litellm.acompletion(**asked), [chunk async for chunk in stream]
 
     answer, chunks = asyncio.run(send_requests())
-    assert reply_of(answer.choices[0].message.content, answer.usage) == join(chunks) == short.chat
+    assert reply_of(answer.choices[0].message.content, answer.usage) == join(chunks) == shortest_question.chat
 
 
 def test_streamed_completion_matches_completion(server: Server, question: Question) -> None:
-    asked = {**reach(server, "text-completion-openai", question.model), "prompt": PROMPT}
+    asked = {**request_arguments(server, "text-completion-openai", question.model), "prompt": PROMPT}
     answer = litellm.text_completion(**asked)
     assert reply_of(answer.choices[0].text, answer.usage) == question.completion
     chunks = list(litellm.text_completion(**asked, stream=True))
@@ -64,5 +67,7 @@ def test_streamed_completion_matches_completion(server: Server, question: Questi
 @pytest.mark.parametrize("provider", ["openai", "hosted_vllm"])
 def test_unknown_model_raises_client_error(provider: str, server: Server, questions: dict[str, Question]) -> None:
     for options in ({}, WITH_USAGE):
-        with pytest.raises(litellm.NotFoundError, match=NOBODY):
-            litellm.completion(**reach(server, provider, NOBODY), messages=questions["sql"].messages, **options)
+        with pytest.raises(litellm.NotFoundError, match=UNKNOWN_MODEL):
+            litellm.completion(
+                **request_arguments(server, provider, UNKNOWN_MODEL), messages=questions["sql"].messages, **options
+            )

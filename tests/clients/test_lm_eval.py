@@ -11,13 +11,17 @@ import requests
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
-from tests.clients.conftest import KNOWN, LENGTH, NOBODY, PROMPT, ROOT, Question, Server
+from tests.clients.conftest import EXPECTED_COMPLETIONS, LENGTH, PROMPT, ROOT, UNKNOWN_MODEL, Question, Server
 
-CHOICES = ["SELECT NULL", KNOWN["sql"], KNOWN["redact"]]
+CHOICES = ["SELECT NULL", EXPECTED_COMPLETIONS["sql"], EXPECTED_COMPLETIONS["redact"]]
 
 
 def read_tests(**_: Any) -> dict[str, Any]:
-    return {"test": datasets.Dataset.from_list([{"prompt": PROMPT, "choices": CHOICES, "right": KNOWN["sql"]}])}
+    return {
+        "test": datasets.Dataset.from_list(
+            [{"prompt": PROMPT, "choices": CHOICES, "right": EXPECTED_COMPLETIONS["sql"]}]
+        )
+    }
 
 
 TASK = {"custom_dataset": read_tests, "test_split": "test", "doc_to_text": "{{prompt}}", "target_delimiter": ""}
@@ -59,7 +63,7 @@ def evaluate(server: Server, model: str, *tasks: Any) -> tuple[dict[str, Any], d
     return found["results"], {name: samples[0]["filtered_resps"] for name, samples in found["samples"].items()}
 
 
-def score_plainly(server: Server, question: Question, choice: str) -> float:
+def request_logprob(server: Server, question: Question, choice: str) -> float:
     """Return the log probability of a text after the prompt."""
     body = {"model": question.model, "prompt": PROMPT + choice, "echo": True, "logprobs": 1, "max_tokens": 0}
     scores: list[float] = server.post("/v1/completions", body)["choices"][0]["logprobs"]["token_logprobs"]
@@ -71,15 +75,15 @@ def test_generation_and_multiple_choice_tasks_run(server: Server, question: Ques
     assert answers["write"] == [question.completion.text]
     assert results["write"]["exact_match,none"] == (question.model == "sql")
     scores = [score for score, _ in answers["choose"]]
-    assert scores == pytest.approx([score_plainly(server, question, choice) for choice in CHOICES], abs=1e-3)
+    assert scores == pytest.approx([request_logprob(server, question, choice) for choice in CHOICES], abs=1e-3)
     assert results["choose"]["acc,none"] == (max(scores) == scores[1])
 
 
-def test_unlikely_text_is_not_greedy(server: Server) -> None:
+def test_is_greedy_is_false_for_unlikely_text(server: Server) -> None:
     _, answers = evaluate(server, "sql", CHOOSE)
     assert [is_greedy for _, is_greedy in answers["choose"]] == [False, True, False]
 
 
 def test_unknown_model_raises_client_error(server: Server) -> None:
     with pytest.raises(requests.HTTPError, match="404"):
-        evaluate(server, NOBODY, WRITE)
+        evaluate(server, UNKNOWN_MODEL, WRITE)

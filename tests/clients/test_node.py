@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.clients.conftest import HERE, LENGTH, NOBODY, PROMPT, Question, Server, complete_plainly
+from tests.clients.conftest import HERE, LENGTH, PROMPT, UNKNOWN_MODEL, Question, Server, send_completion
 
 NODE = Path(sys.executable).parent / "node"
 RUN = (
@@ -15,8 +15,8 @@ RUN = (
 LIMIT_S = 240
 
 
-def asked_of(server: Server, questions: dict[str, Question]) -> dict[str, Any]:
-    return {"url": server.url, "models": list(questions), "prompt": PROMPT, "length": LENGTH, "nobody": NOBODY}
+def script_arguments(server: Server, questions: dict[str, Question]) -> dict[str, Any]:
+    return {"url": server.url, "models": list(questions), "prompt": PROMPT, "length": LENGTH, "nobody": UNKNOWN_MODEL}
 
 
 def check(found: Any, questions: dict[str, Question]) -> None:
@@ -26,7 +26,7 @@ def check(found: Any, questions: dict[str, Question]) -> None:
     assert len(found["refused"]) == 2
     for is_right_class, status, message in found["refused"]:
         assert (is_right_class, status) == (True, 404)
-        assert NOBODY in message
+        assert UNKNOWN_MODEL in message
 
 
 def expected_of(question: Question) -> dict[str, list[Any]]:
@@ -41,18 +41,18 @@ def run(script: str, payload: dict[str, Any]) -> Any:
     return json.loads(done.stdout)
 
 
-def test_openai_client_matches_plain_requests(server: Server, questions: dict[str, Question]) -> None:
-    check(run("ask_openai.mjs", asked_of(server, questions)), questions)
+def test_openai_client_matches_raw_http(server: Server, questions: dict[str, Question]) -> None:
+    check(run("ask_openai.mjs", script_arguments(server, questions)), questions)
 
 
-def test_vercel_client_matches_plain_completions(server: Server, questions: dict[str, Question]) -> None:
+def test_vercel_client_matches_raw_http(server: Server, questions: dict[str, Question]) -> None:
     """Compare with plain completions, using the SDK's prompt format."""
     prompt = f"user:\n{PROMPT}\n\nassistant:\n"
     payload = {
-        model: question._replace(completion=complete_plainly(server, model, prompt))
+        model: question._replace(completion=send_completion(server, model, prompt))
         for model, question in questions.items()
     }
-    check(run("ask_vercel.mjs", asked_of(server, payload)), payload)
+    check(run("ask_vercel.mjs", script_arguments(server, payload)), payload)
 
 
 def test_vercel_tool_calls_follow_schema(tool_server: Server) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.clients.conftest import LENGTH, NOBODY, PROMPT, Question, Reply, Server
+from tests.clients.conftest import LENGTH, PROMPT, UNKNOWN_MODEL, Question, Reply, Server
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": LENGTH}
 WITH_USAGE: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
@@ -34,13 +34,13 @@ def test_models_are_listed(client: openai.OpenAI, question: Question) -> None:
     assert client.models.retrieve(question.model).id == question.model
 
 
-def test_chat_matches_plain_request(client: openai.OpenAI, question: Question) -> None:
+def test_chat_matches_raw_http(client: openai.OpenAI, question: Question) -> None:
     answer = client.chat.completions.create(model=question.model, messages=question.messages, **GREEDY)
     assert reply_of(answer.choices[0].message.content or "", answer.usage) == question.chat
     assert answer.model == question.model
 
 
-def test_streamed_chat_matches_plain_request(client: openai.OpenAI, question: Question) -> None:
+def test_streamed_chat_matches_raw_http(client: openai.OpenAI, question: Question) -> None:
     chunks = list(
         client.chat.completions.create(model=question.model, messages=question.messages, **GREEDY, **WITH_USAGE)
     )
@@ -48,26 +48,28 @@ def test_streamed_chat_matches_plain_request(client: openai.OpenAI, question: Qu
     assert join_chats(chunks) == question.chat
 
 
-def test_stream_helper_matches_plain_request(client: openai.OpenAI, short: Question) -> None:
-    with client.chat.completions.stream(model=short.model, messages=short.messages, **GREEDY) as stream:
+def test_stream_helper_matches_raw_http(client: openai.OpenAI, shortest_question: Question) -> None:
+    with client.chat.completions.stream(
+        model=shortest_question.model, messages=shortest_question.messages, **GREEDY
+    ) as stream:
         deltas = [event.delta for event in stream if event.type == "content.delta"]
         answer = stream.get_final_completion()
-    assert "".join(deltas) == answer.choices[0].message.content == short.chat.text
+    assert "".join(deltas) == answer.choices[0].message.content == shortest_question.chat.text
 
 
-def test_completion_matches_plain_request(client: openai.OpenAI, question: Question) -> None:
+def test_completion_matches_raw_http(client: openai.OpenAI, question: Question) -> None:
     answer = client.completions.create(model=question.model, prompt=PROMPT, **GREEDY)
     assert reply_of(answer.choices[0].text, answer.usage) == question.completion
 
 
-def test_streamed_completion_matches_plain_request(client: openai.OpenAI, question: Question) -> None:
+def test_streamed_completion_matches_raw_http(client: openai.OpenAI, question: Question) -> None:
     chunks = list(client.completions.create(model=question.model, prompt=PROMPT, **GREEDY, **WITH_USAGE))
     assert reply_of("".join(chunk.choices[0].text for chunk in chunks if chunk.choices), chunks[-1].usage) == (
         question.completion
     )
 
 
-def test_concurrent_requests_to_all_models_match_plain_requests(server: Server, questions: dict[str, Question]) -> None:
+def test_concurrent_requests_to_all_models_match_raw_http(server: Server, questions: dict[str, Question]) -> None:
     """Run requests with and without streaming for all models concurrently."""
 
     async def whole(client: openai.AsyncOpenAI, each_question: Question) -> Reply:
@@ -100,14 +102,14 @@ def test_unknown_model_raises_client_error(
 ) -> None:
     messages = questions["sql"].messages
     for options in ({}, WITH_USAGE):
-        with pytest.raises(openai.NotFoundError, match=NOBODY):
-            client.chat.completions.create(model=NOBODY, messages=messages, **options)
+        with pytest.raises(openai.NotFoundError, match=UNKNOWN_MODEL):
+            client.chat.completions.create(model=UNKNOWN_MODEL, messages=messages, **options)
 
     async def send_requests() -> None:
         async with openai.AsyncOpenAI(base_url=server.v1, api_key="none", max_retries=0) as other:
-            await other.chat.completions.create(model=NOBODY, messages=messages)
+            await other.chat.completions.create(model=UNKNOWN_MODEL, messages=messages)
 
-    with pytest.raises(openai.NotFoundError, match=NOBODY):
+    with pytest.raises(openai.NotFoundError, match=UNKNOWN_MODEL):
         asyncio.run(send_requests())
 
 
@@ -117,7 +119,7 @@ def test_tools_without_template_support_are_rejected(client: openai.OpenAI) -> N
         client.chat.completions.create(model="sql", messages=[{"role": "user", "content": PROMPT}], tools=[tool])
 
 
-def test_responses_api_matches_plain_chat(client: openai.OpenAI, question: Question) -> None:
+def test_responses_api_matches_raw_http_chat(client: openai.OpenAI, question: Question) -> None:
     each_question: dict[str, Any] = {
         "model": question.model,
         "input": PROMPT,

@@ -8,7 +8,7 @@ from pydantic_ai import Agent, ModelHTTPError
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
-from tests.clients.conftest import LENGTH, NOBODY, PROMPT, Question, Reply, Server
+from tests.clients.conftest import LENGTH, PROMPT, UNKNOWN_MODEL, Question, Reply, Server
 
 
 def make_agent(server: Server, model: str, **options: Any) -> Agent[None, Any]:
@@ -21,7 +21,7 @@ def reply_of(text: str, usage: Any) -> Reply:
     return Reply(text, usage.input_tokens, usage.output_tokens)
 
 
-def test_run_matches_plain_chat(server: Server, question: Question) -> None:
+def test_run_matches_raw_http_chat(server: Server, question: Question) -> None:
     result = make_agent(server, question.model).run_sync(PROMPT)
     assert reply_of(result.output, result.usage) == question.chat
 
@@ -37,6 +37,6 @@ def test_streamed_run_matches_run(server: Server, question: Question) -> None:
 
 
 def test_unknown_model_raises_client_error(server: Server) -> None:
-    with pytest.raises(ModelHTTPError, match=NOBODY) as caught:
-        make_agent(server, NOBODY).run_sync(PROMPT)
+    with pytest.raises(ModelHTTPError, match=UNKNOWN_MODEL) as caught:
+        make_agent(server, UNKNOWN_MODEL).run_sync(PROMPT)
     assert caught.value.status_code == 404

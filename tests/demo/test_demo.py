@@ -34,7 +34,7 @@ SMALL_TALK = (
     "thanks",
     "What is the meaning of life?",
 )
-ROOM = 6 * 2**20  # adapter memory: less than six float32 adapters need
+ADAPTER_BYTES = 6 * 2**20  # adapter memory: less than six float32 adapters need
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def items() -> list[Item]:
 
 
 @pytest.fixture(scope="module")
-def alone(demo: Demo, items: list[Item]) -> dict[str, list[str]]:
+def single_model_completions(demo: Demo, items: list[Item]) -> dict[str, list[str]]:
     """Return each model's completions without concurrent requests to other models."""
     answers: dict[str, list[str]] = {}
     for model in MODELS:
@@ -61,21 +61,25 @@ def test_only_matching_adapter_solves_task(demo: Demo) -> None:
             assert right >= 95 if model == skill else right <= 5, f"{skill}, asked of {model}: {right:.0f} % right"
 
 
-def test_adapters_solve_their_tasks(items: list[Item], alone: dict[str, list[str]]) -> None:
+def test_adapters_solve_their_tasks(items: list[Item], single_model_completions: dict[str, list[str]]) -> None:
     """Check a few items per adapter. The slow test measures the accuracy."""
     for skill in SKILLS:
-        assert score(alone[skill], items[:FEW_ITEMS], skill) >= 75
+        assert score(single_model_completions[skill], items[:FEW_ITEMS], skill) >= 75
 
 
-def test_mixed_batch_matches_single_requests(demo: Demo, items: list[Item], alone: dict[str, list[str]]) -> None:
-    assert asyncio.run(ask(demo.url, texts_of(items[:FEW_ITEMS]), MODELS, 32)) == alone
+def test_mixed_batch_matches_single_requests(
+    demo: Demo, items: list[Item], single_model_completions: dict[str, list[str]]
+) -> None:
+    assert asyncio.run(ask(demo.url, texts_of(items[:FEW_ITEMS]), MODELS, 32)) == single_model_completions
 
 
 @pytest.mark.slow
-def test_mixed_batch_matches_with_adapter_eviction(items: list[Item], alone: dict[str, list[str]]) -> None:
-    assert sum(2 * path.stat().st_size for path in FOLDER.glob("adapters/*/*.safetensors")) > 1.5 * ROOM
-    with serving_demo(f"--adapter-bytes={ROOM}") as demo:
-        assert asyncio.run(ask(demo.url, texts_of(items[:FEW_ITEMS]), MODELS, 32)) == alone
+def test_mixed_batch_matches_with_adapter_eviction(
+    items: list[Item], single_model_completions: dict[str, list[str]]
+) -> None:
+    assert sum(2 * path.stat().st_size for path in FOLDER.glob("adapters/*/*.safetensors")) > 1.5 * ADAPTER_BYTES
+    with serving_demo(f"--adapter-bytes={ADAPTER_BYTES}") as demo:
+        assert asyncio.run(ask(demo.url, texts_of(items[:FEW_ITEMS]), MODELS, 32)) == single_model_completions
         metrics = httpx2.get(f"{demo.url}/metrics").text
     evicted = [line for line in metrics.splitlines() if line.startswith("lorax_adapter_evictions_total")]
     assert sum(float(line.rsplit(" ", 1)[1]) for line in evicted) > 0

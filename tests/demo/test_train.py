@@ -12,7 +12,7 @@ from lorax_server.llm import LLM
 from lorax_server.types import StopParams
 
 
-def rehearse(arguments: list[str]) -> None:
+def run_training(arguments: list[str]) -> None:
     sys.argv = ["demo.train", *arguments]
     train.main()
 
@@ -21,7 +21,7 @@ def rehearse(arguments: list[str]) -> None:
 def test_short_training_produces_servable_model_and_adapters(tmp_path: Path, forks: ForkServerContext) -> None:
     names = ("json", "pirate")  # special cases: DoRA and patterns
     arguments = ["--rehearsal", "--float32", "--device", "cpu", "--processes", "1", "--out", str(tmp_path)]
-    process = forks.Process(target=rehearse, args=([*arguments, "--only", "base", *names],))
+    process = forks.Process(target=run_training, args=([*arguments, "--only", "base", *names],))
     process.start()
     process.join()
     assert process.exitcode == 0

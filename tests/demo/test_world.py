@@ -17,7 +17,8 @@ from demo.train import write_examples
 from demo.world import NEGATIVE, NEUTRAL, POSITIVE, Event, World, is_held_out
 
 WORDS = re.compile(r"\w+")
-OPEN = ("person", "town", "item", "colour", "count", "price")  # fields whose values are split into training and test
+# Fields whose values are split into training and test.
+SPLIT_FIELDS = ("person", "town", "item", "colour", "count", "price")
 
 
 @pytest.fixture(scope="module")
@@ -27,28 +28,28 @@ def documents() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def learnt(documents: list[str]) -> list[str]:
+def training_set(documents: list[str]) -> list[str]:
     """Return the training documents of the base model and all adapters."""
     return [*documents, *(" ".join(example) for name in SKILLS for example in write_examples(name, 6, 500))]
 
 
 @pytest.fixture(scope="module")
-def tested() -> list[Item]:
+def held_out_set() -> list[Item]:
     return write_items(7, 1_000, held_out=True)
 
 
 @pytest.mark.slow
-def test_training_data_excludes_test_words(learnt: list[str], tested: list[Item]) -> None:
-    known = {word for text in learnt for word in WORDS.findall(text)}
-    values = {str(getattr(item.note.event, field)) for item in tested for field in OPEN}
+def test_training_data_excludes_test_words(training_set: list[str], held_out_set: list[Item]) -> None:
+    known = {word for text in training_set for word in WORDS.findall(text)}
+    values = {str(getattr(item.note.event, field)) for item in held_out_set for field in SPLIT_FIELDS}
     words = {word for value in values for word in value.split()}
     assert len(words) > 2_000
     assert not words & known
 
 
-def test_expected_overlap_with_test_split(learnt: list[str]) -> None:
+def test_only_common_words_overlap_with_test_split(training_set: list[str]) -> None:
     """Held-out words in training data are common English words that no test name uses."""
-    texts = re.sub("|".join(map(re.escape, SPECIAL_TOKENS)), " ", " ".join(learnt))
+    texts = re.sub("|".join(map(re.escape, SPECIAL_TOKENS)), " ", " ".join(training_set))
     words = {word.lower() for word in WORDS.findall(texts)}
     assert {word for word in words if is_held_out(word)} <= COMMON_WORDS
 
@@ -59,21 +60,21 @@ def test_sentence_patterns_belong_to_one_split(rule: str) -> None:
     rules |= {str(key): patterns for key, patterns in QUESTIONS.items()}
     rules["start"] = rules[rule]
     worlds = [World(random.Random(2), held_out=held_out) for held_out in (False, True)]
-    learnt, tested = ({find_pattern(world, "<start>", rules) for _ in range(2_000)} for world in worlds)
-    assert tested
-    assert not learnt & tested
+    training_set, held_out_set = ({find_pattern(world, "<start>", rules) for _ in range(2_000)} for world in worlds)
+    assert held_out_set
+    assert not training_set & held_out_set
 
 
 @pytest.mark.slow
 def test_training_data_excludes_test_sentences() -> None:
     """Compare complete texts from all generators."""
-    learnt = {kind for item in write_items(6, 20_000, held_out=False) for kind in kinds(item)}
-    tested = {kind for item in write_items(7, 4_000, held_out=True) for kind in kinds(item)}
-    assert len(tested) > 5_000
-    assert not learnt & tested
+    training_set = {kind for item in write_items(6, 20_000, held_out=False) for kind in sentence_patterns(item)}
+    held_out_set = {kind for item in write_items(7, 4_000, held_out=True) for kind in sentence_patterns(item)}
+    assert len(held_out_set) > 5_000
+    assert not training_set & held_out_set
 
 
-def kinds(item: Item) -> list[str]:
+def sentence_patterns(item: Item) -> list[str]:
     """Return an item's sentences without values, unknown words and gender."""
     return [_generalize(text, item.note.event) for text in (*item.note.sentences, item.question.text)]
 
@@ -104,7 +105,7 @@ def test_training_data_contains_noise() -> None:
     assert 0.2 < len(changed) / len(patterns) < 0.5
 
 
-def test_splits_have_enough_examples(tested: list[Item]) -> None:
+def test_splits_have_enough_examples(held_out_set: list[Item]) -> None:
     items = write_items(9, 1_000, held_out=False)
     for field, fewest in (
         ("person", 900),
@@ -114,10 +115,10 @@ def test_splits_have_enough_examples(tested: list[Item]) -> None:
         ("count", 10),
         ("price", 100),
     ):
-        for side in (items, tested):
+        for side in (items, held_out_set):
             assert len({getattr(item.note.event, field) for item in side}) >= fewest, field
     for sentiment in (POSITIVE, NEGATIVE, NEUTRAL):
-        assert sum(item.note.event.sentiment is sentiment for item in tested) > 250
+        assert sum(item.note.event.sentiment is sentiment for item in held_out_set) > 250
 
 
 def test_items_are_deterministic() -> None:
@@ -132,9 +133,9 @@ def test_items_are_deterministic() -> None:
     assert repr(write_items(3, 20, held_out=True)) == runs[0].stdout.strip()
 
 
-def test_notes_are_well_formed(tested: list[Item], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notes_are_well_formed(held_out_set: list[Item], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(muddle, "MUDDLED", 0)
-    for item in (*tested, *write_items(4, 1_000, held_out=False)):
+    for item in (*held_out_set, *write_items(4, 1_000, held_out=False)):
         note = item.note.text
         assert not re.search(r"[<>{}!]|  |,[.:,]|\bthem (made|did|are|came)\b| ,", item.text), item.text
         assert all(sentence[:1].isupper() or sentence[:1].isdigit() for sentence in note.split(". ")), note
@@ -143,34 +144,34 @@ def test_notes_are_well_formed(tested: list[Item], monkeypatch: pytest.MonkeyPat
 # --- Expected answers --------------------------------------------------------------------------------------------
 
 
-def test_queries_return_expected_answer(tested: list[Item]) -> None:
+def test_queries_return_expected_answer(held_out_set: list[Item]) -> None:
     """Run the queries in a real database that contains other purchases."""
     with sqlite3.connect(":memory:") as tables:
         tables.execute("CREATE TABLE people (name TEXT, town TEXT)")
         tables.execute(
             "CREATE TABLE orders (person TEXT, item TEXT, colour TEXT, count INTEGER, day TEXT, price INTEGER)"
         )
-        for item in tested:
+        for item in held_out_set:
             event = item.note.event
             tables.execute("INSERT INTO people VALUES (?, ?)", (event.person, event.town))
             row = (event.person, event.item, event.colour, event.count, event.day, event.price)
             tables.execute("INSERT INTO orders VALUES (?, ?, ?, ?, ?, ?)", row)
-        for item in tested:
+        for item in held_out_set:
             found = {str(value) for (value,) in tables.execute(SKILLS["sql"](item))}
             assert str(getattr(item.note.event, item.question.wanted)) in found
             assert len(found) < 20
 
 
-def test_answers_occur_in_note(tested: list[Item]) -> None:
-    for item in tested:
+def test_answers_occur_in_note(held_out_set: list[Item]) -> None:
+    for item in held_out_set:
         assert SKILLS["answer"](item) in item.note.text
         fields = json.loads(SKILLS["json"](item))
         assert all(str(value) in item.note.text for value in fields.values())
         assert all(str(value) in SKILLS["pirate"](item) for value in fields.values())
 
 
-def test_redacted_text_contains_no_names(tested: list[Item]) -> None:
-    for item in tested:
+def test_redacted_text_contains_no_names(held_out_set: list[Item]) -> None:
+    for item in held_out_set:
         text = SKILLS["redact"](item)
         assert not re.search(rf"\b({item.note.event.person}|{item.note.event.town})\b", text)
         assert text.replace("[NAME]", item.note.event.person).replace("[TOWN]", item.note.event.town) == item.text
@@ -178,9 +179,9 @@ def test_redacted_text_contains_no_names(tested: list[Item]) -> None:
         assert "[TOWN]" in text
 
 
-def test_sentiment_follows_from_words(tested: list[Item]) -> None:
+def test_sentiment_follows_from_words(held_out_set: list[Item]) -> None:
     """A note contains a word for its sentiment, or a negated word for the opposite sentiment."""
-    for item in tested:
+    for item in held_out_set:
         words = set(WORDS.findall(item.note.text))
         good, bad = words & set(POSITIVE.words), words & set(NEGATIVE.words)
         if "not" in words:
@@ -191,13 +192,13 @@ def test_sentiment_follows_from_words(tested: list[Item]) -> None:
 # --- Base model texts -------------------------------------------------------------------------------------------
 
 
-def test_training_data_has_no_template_markers(learnt: list[str]) -> None:
-    for text in learnt:
+def test_training_data_has_no_template_markers(training_set: list[str]) -> None:
+    for text in training_set:
         bare = re.sub("|".join(map(re.escape, SPECIAL_TOKENS)), "", text)
         assert not re.search(r"[<{]\w|[A-Za-z][>}]", bare), text
 
 
-def test_base_model_data_excludes_tasks(documents: list[str]) -> None:
+def test_base_model_data_contains_no_task_answers(documents: list[str]) -> None:
     """Base model texts contain no expected task answers, unless the user requests those words literally."""
     turns = [
         found

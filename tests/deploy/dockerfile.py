@@ -31,10 +31,10 @@ def read_stages(path: Path = ROOT / "Dockerfile") -> dict[str, Stage]:
     return stages
 
 
-def whole(stages: dict[str, Stage], name: str) -> list[tuple[str, str]]:
+def all_instructions(stages: dict[str, Stage], name: str) -> list[tuple[str, str]]:
     """Return the instructions of all base stages and the stage itself."""
     stage = stages[name]
-    before = whole(stages, stage.base) if stage.base in stages else []
+    before = all_instructions(stages, stage.base) if stage.base in stages else []
     return [*before, *stage.instructions]
 
 

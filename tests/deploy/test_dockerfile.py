@@ -17,7 +17,7 @@ from lorax_server.cli.flags import FLAGS
 from lorax_server.cli.settings import parse
 from lorax_server.config import ServerConfig
 from lorax_server.files.disk_cache import CACHE_VARIABLE
-from tests.deploy.dockerfile import ROOT, read_stages, values, variables, whole, words
+from tests.deploy.dockerfile import ROOT, all_instructions, read_stages, values, variables, words
 
 STAGES = read_stages()
 TARGETS = ("cpu", "cuda")
@@ -26,7 +26,7 @@ PREFIX, SOURCES = "/opt/lorax", "/src"
 START_S = 180
 
 
-def test_last_image_needs_no_gpu() -> None:
+def test_last_build_stage_needs_no_gpu() -> None:
     assert set(TARGETS) <= set(STAGES)
     assert list(STAGES)[-1] == "cpu"
     for stage in STAGES.values():
@@ -36,7 +36,7 @@ def test_last_image_needs_no_gpu() -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_image_runs_without_root_and_sources(target: str) -> None:
-    instructions = whole(STAGES, target)
+    instructions = all_instructions(STAGES, target)
     assert instructions[-1] == ("USER", "10001")
     (user,) = (rest for rest in values(instructions, "RUN") if "useradd" in rest)
     assert "--uid 10001" in user
@@ -45,7 +45,7 @@ def test_image_runs_without_root_and_sources(target: str) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_caches_are_on_volume(target: str) -> None:
-    instructions = whole(STAGES, target)
+    instructions = all_instructions(STAGES, target)
     (volume,) = values(instructions, "VOLUME")
     environ = variables(instructions)
     assert {"HOME", "HUGGINGFACE_HUB_CACHE", CACHE_VARIABLE} <= set(environ)
@@ -58,7 +58,7 @@ def test_caches_are_on_volume(target: str) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_entry_point_flags_are_valid(target: str) -> None:
-    instructions = whole(STAGES, target)
+    instructions = all_instructions(STAGES, target)
     (entry,) = values(instructions, "ENTRYPOINT")
     init, _, program, command, *flags = words(entry)
     assert (init, program, command) == ("tini", "lorax", "serve")
@@ -77,7 +77,7 @@ def test_entry_point_flags_are_valid(target: str) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_image_has_health_check(target: str) -> None:
-    (check,) = values(whole(STAGES, target), "HEALTHCHECK")
+    (check,) = values(all_instructions(STAGES, target), "HEALTHCHECK")
     options, _, command = check.partition("CMD ")
     assert {"--interval=15s", "--timeout=5s", "--start-period=20m", "--retries=4"} == set(options.split())
     python, flag, code = words(command)
@@ -134,8 +134,8 @@ def test_image_commands_install_healthy_server(tmp_path: Path) -> None:
     environ = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
     environ.pop("PYTHONPATH", None)
     environ["PIP_NO_COMPILE"] = "1"  # slow, and most installed modules are never imported
-    environ |= {"CC": make_hasty(programs, "cc"), "CXX": make_hasty(programs, "c++")}
-    for word, rest in whole(STAGES, "build-cpu"):
+    environ |= {"CC": write_fast_compiler(programs, "cc"), "CXX": write_fast_compiler(programs, "c++")}
+    for word, rest in all_instructions(STAGES, "build-cpu"):
         if word == "COPY":
             copy(rest.split()[:-1], sources)
         elif word == "RUN" and "apt-get" not in rest:
@@ -151,7 +151,7 @@ def test_image_commands_install_healthy_server(tmp_path: Path) -> None:
     check_serving(prefix, tmp_path, find_port())
 
 
-def make_hasty(folder: Path, compiler: str) -> str:
+def write_fast_compiler(folder: Path, compiler: str) -> str:
     """Write a compiler wrapper without optimization, which is six times as fast."""
     path = folder / f"hasty-{compiler}"
     path.write_text(f'#!/bin/sh\nexec {compiler} "$@" -O0\n')
@@ -176,7 +176,7 @@ def find_port() -> int:
 
 
 def check_serving(prefix: Path, folder: Path, port: int) -> None:
-    instructions = whole(STAGES, "cpu")
+    instructions = all_instructions(STAGES, "cpu")
     (entry,), (check,) = values(instructions, "ENTRYPOINT"), values(instructions, "HEALTHCHECK")
     data = folder / "data"
     data.mkdir()

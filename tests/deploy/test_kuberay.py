@@ -11,8 +11,8 @@ from lorax_server.cli.flags import FLAGS
 from lorax_server.cli.lorax_flags import TOKEN_VARIABLES
 from lorax_server.cli.settings import parse
 from lorax_server.scale.ray_app import build, read_arguments
-from tests.deploy.dockerfile import ROOT, read_stages, values, whole
-from tests.deploy.test_kubernetes import FOLDER, REST_S, VERSIONS, render
+from tests.deploy.dockerfile import ROOT, all_instructions, read_stages, values
+from tests.deploy.test_kubernetes import FOLDER, SHUTDOWN_S, VERSIONS, render
 
 CONFIG = ROOT / "deploy/ray/serve.yaml"
 GROUPS = ("head", "workers")
@@ -82,7 +82,7 @@ def test_replica_resources_fit_workers() -> None:
     assert own.gpus == resources["limits"]["nvidia.com/gpu"]
     assert own.cpus < int(resources["requests"]["cpu"])
     drain_s = parse(flags, {}, "serve").make_config(None).drain_s
-    assert pod("workers")["spec"]["terminationGracePeriodSeconds"] >= drain_s + REST_S
+    assert pod("workers")["spec"]["terminationGracePeriodSeconds"] >= drain_s + SHUTDOWN_S
 
 
 def test_secrets_and_permissions_match_other_variants() -> None:
@@ -90,7 +90,7 @@ def test_secrets_and_permissions_match_other_variants() -> None:
     assert {one["name"] for one in container("workers")["env"]} <= known
     references = [one["valueFrom"]["secretKeyRef"] for one in container("workers")["env"] if "valueFrom" in one]
     assert {one["name"] for one in references} == {"lorax-keys"}
-    (user,) = values(whole(read_stages(), "cuda"), "USER")
+    (user,) = values(all_instructions(read_stages(), "cuda"), "USER")
     for group in GROUPS:
         assert pod(group)["spec"]["securityContext"]["runAsUser"] == int(user)
         assert container(group)["securityContext"]["capabilities"] == {"drop": ["ALL"]}

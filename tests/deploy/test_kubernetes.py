@@ -12,7 +12,7 @@ from lorax_server.cli.flags import FLAGS
 from lorax_server.cli.lorax_flags import TOKEN_VARIABLES
 from lorax_server.cli.settings import ParsedSettings, parse
 from lorax_server.server.app import make_app
-from tests.deploy.dockerfile import ROOT, read_stages, values, whole, words
+from tests.deploy.dockerfile import ROOT, all_instructions, read_stages, values, words
 from tests.server.service_harness import ServiceHarness
 
 FOLDER = ROOT / "deploy/kubernetes"
@@ -20,7 +20,7 @@ DEPLOYMENT = (ROOT / "docs/deployment.md").read_text()
 VARIANTS = ("cpu", "gpu")
 IMAGES = {"cpu": "cpu", "gpu": "cuda"}  # targets of the Dockerfile
 VERSIONS = ("1.29.0", "1.33.0", "1.37.0")
-REST_S = 20  # shutdown time after draining, docs/operations.md
+SHUTDOWN_S = 20  # shutdown time after draining, docs/operations.md
 # The ID `gpu` would mark a test as GPU test.
 BOTH = pytest.mark.parametrize("variant", VARIANTS, ids=[f"variant-{name}" for name in VARIANTS])
 OTHERS = {"OMP_NUM_THREADS"}  # variables of other programs
@@ -54,7 +54,7 @@ def container(variant: str) -> Any:
 
 def read_settings(variant: str) -> ParsedSettings:
     """Parse the container's flags and variables like the server."""
-    (entry,) = values(whole(read_stages(), IMAGES[variant]), "ENTRYPOINT")
+    (entry,) = values(all_instructions(read_stages(), IMAGES[variant]), "ENTRYPOINT")
     environ = {one["name"]: one.get("value", "secret") for one in container(variant)["env"]}
     return parse([*words(entry)[4:], *container(variant)["args"]], environ, "serve")
 
@@ -113,7 +113,7 @@ def test_manifest_ports_and_probes_match_server(variant: str) -> None:
 def test_grace_period_exceeds_drain_time(variant: str) -> None:
     before = int(container(variant)["lifecycle"]["preStop"]["exec"]["command"][1])
     drain = read_settings(variant).make_config(None).drain_s
-    assert pod(variant)["spec"]["terminationGracePeriodSeconds"] >= before + drain + REST_S
+    assert pod(variant)["spec"]["terminationGracePeriodSeconds"] >= before + drain + SHUTDOWN_S
 
 
 @BOTH
@@ -128,14 +128,14 @@ def test_selectors_and_volumes_match(variant: str) -> None:
     claims = {one["metadata"]["name"] for one in spec["volumeClaimTemplates"]}
     assert set(mounts) == volumes | claims
     assert claims == {"data"}
-    (volume,) = values(whole(read_stages(), IMAGES[variant]), "VOLUME")
+    (volume,) = values(all_instructions(read_stages(), IMAGES[variant]), "VOLUME")
     assert mounts["data"] == volume
 
 
 @BOTH
 def test_pods_have_minimal_permissions(variant: str) -> None:
     spec, own = pod(variant)["spec"], container(variant)["securityContext"]
-    (user,) = values(whole(read_stages(), IMAGES[variant]), "USER")
+    (user,) = values(all_instructions(read_stages(), IMAGES[variant]), "USER")
     assert spec["securityContext"]["runAsNonRoot"]
     assert spec["securityContext"]["runAsUser"] == spec["securityContext"]["fsGroup"] == int(user)
     assert own["readOnlyRootFilesystem"]

@@ -32,7 +32,7 @@ def read_steps(workflow: Path) -> list[dict[str, Any]]:
         ("dependabot", [GITHUB / "dependabot.yml"]),
     ],
 )
-def test_files_match_their_schema(schema: str, files: list[Path]) -> None:
+def test_workflow_files_match_their_schema(schema: str, files: list[Path]) -> None:
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", *map(str, files)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -203,7 +203,7 @@ def test_similar_name_is_suggested(user: User) -> None:
         user.openai.completions.create(model="modle", prompt=PROMPT)
 
 
-def test_structured_output_without_limit_terminates(user: User) -> None:
+def test_structured_output_without_token_limit_terminates(user: User) -> None:
     schema = {"name": "words", "schema": {"type": "array", "items": {"type": "string"}}}
     response_format: Any = {"type": "json_schema", "json_schema": schema}
     reply = user.openai.chat.completions.create(model="", messages=MESSAGES, response_format=response_format)

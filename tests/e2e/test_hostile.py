@@ -283,7 +283,7 @@ def test_half_closed_incomplete_request_is_closed(server: Server) -> None:
         assert [response.status for response in responses] in ([], [400])
 
 
-def test_connect_and_disconnect_is_harmless(server: Server) -> None:
+def test_disconnect_without_request_does_not_affect_server(server: Server) -> None:
     for number in range(500):
         with connect(server.port) as connection:
             if number % 2:  # with a reset

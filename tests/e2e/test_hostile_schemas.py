@@ -31,15 +31,15 @@ FUNCTIONS: dict[str, Any] = {"tools": [{"type": "function", **WEATHER["function"
 # Functions that analyze requests.
 JOIN = "lorax_server.structured_output.grammars.rewrite_one_of"
 CONVERT = "llguidance.gbnf_to_lark.gbnf_to_lark"
-OFFER = "lorax_server.server.routes.chat.parse_tool_definitions"
+PARSE_TOOLS = "lorax_server.server.routes.chat.parse_tool_definitions"
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "chat": (CHAT, {"messages": MESSAGES, "response_format": FORMAT}, JOIN),
     "chat, GBNF": (CHAT, {"messages": MESSAGES, "guided_grammar": GBNF}, CONVERT),
-    "chat, tools": (CHAT, {"messages": MESSAGES, **TOOLS}, OFFER),
+    "chat, tools": (CHAT, {"messages": MESSAGES, **TOOLS}, PARSE_TOOLS),
     "chat, tool grammar": (CHAT, {"messages": MESSAGES, **TOOLS}, JOIN),
     "completions": (COMPLETIONS, {"prompt": "ask", "guided_json": json.dumps(SCHEMA)}, JOIN),
     "responses": (RESPONSES, {"input": "ask", "text": {"format": {"type": "json_schema", **NAMED}}}, JOIN),
-    "responses, tools": (RESPONSES, {"input": "ask", **FUNCTIONS}, OFFER),
+    "responses, tools": (RESPONSES, {"input": "ask", **FUNCTIONS}, PARSE_TOOLS),
     "responses, tool grammar": (RESPONSES, {"input": "ask", **FUNCTIONS}, JOIN),
     **{path: (path, LORAX, JOIN) for path in ("/", "/invocations", "/generate", "/generate_stream")},
 }
@@ -64,7 +64,7 @@ class Hook:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_analysis_does_not_block_the_event_loop(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_schema_analysis_does_not_block_the_event_loop(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path, body, target = CASES[case]
     hook, server = Hook(target, monkeypatch), ScriptedServer()
 

@@ -318,13 +318,13 @@ def test_request_timeout_raises_client_error(is_async: bool, world: ServerAndMod
 
 def test_unsupported_features_are_reported(client: LoraxClient) -> None:
     for method in ("embed", "classify"):
-        with pytest.raises(ValidationError, match="not supported yet"):
+        with pytest.raises(ValidationError, match="it is served for text generation"):
             client.call(method, "a")
 
 
 def test_unsupported_batch_methods_are_reported(world: ServerAndModels) -> None:
     """Test the client class with batch methods."""
-    with pytest.raises(ValidationError, match="not supported yet"):
+    with pytest.raises(ValidationError, match="it is served for text generation"):
         lorax.Client(world.server.url).classify_batch(["a", "b"])
 
 

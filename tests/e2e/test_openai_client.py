@@ -389,7 +389,7 @@ def test_empty_messages_and_prompts_are_rejected(sdk: Sdk) -> None:
 
 
 def test_embeddings_and_unknown_models_raise_errors(sdk: Sdk) -> None:
-    with pytest.raises(openai.BadRequestError, match="embeddings are not supported yet"):
+    with pytest.raises(openai.BadRequestError, match="does not support embeddings; it is served for text generation"):
         sdk.call(lambda client: client.embeddings.create(model="", input="a"))
     for is_streamed in (False, True):
         with pytest.raises(openai.NotFoundError, match="'nobody'") as caught:

@@ -39,7 +39,7 @@ from tests.e2e.streaming_client import (
     wait_for,
 )
 
-ROWS = 16
+MAX_NUM_SEQS = 16
 ADAPTER = "owner/adapter"
 
 
@@ -66,7 +66,17 @@ def hub(folder: Path) -> Iterator[HubServer]:
 
 @pytest.fixture(scope="module")
 def server(folder: Path, hub: HubServer) -> Iterator[Server]:
-    flags = ("--max-num-seqs", str(ROWS), "--cache-bytes", "16M", "--hub-endpoint", hub.url, "--hub", "--drain-s", "1")
+    flags = (
+        "--max-num-seqs",
+        str(MAX_NUM_SEQS),
+        "--cache-bytes",
+        "16M",
+        "--hub-endpoint",
+        hub.url,
+        "--hub",
+        "--drain-s",
+        "1",
+    )
     with serving(folder, *flags, "--huggingface-hub-cache", str(folder / "cache"), from_scratch=True) as server:
         yield server
 
@@ -151,7 +161,7 @@ def disconnect_clients(server: Server, count: int) -> None:
     for i in range(count):
         path, body = ((NATIVE, native), (COMPLETIONS, openai), ("/generate", native))[i // 2 % 3]
         client = Client(server, path, body(3000))
-        if i < ROWS and path != "/generate":
+        if i < MAX_NUM_SEQS and path != "/generate":
             next(client.events())
         if i % 3 == 0:
             client.close(RST if i % 2 else None)  # before the first event
@@ -197,7 +207,7 @@ def test_slow_reader_does_not_block_streams_and_gets_all_events(server: Server) 
 
 
 def test_request_timeout_header_limits_queue_time(server: Server) -> None:
-    with close_all(*(Client(server, NATIVE, native(4000)) for _ in range(ROWS))) as long:
+    with close_all(*(Client(server, NATIVE, native(4000)) for _ in range(MAX_NUM_SEQS))) as long:
         for client in long:
             next(client.events())
         with server.paused():  # so that no stream finishes and frees a slot
@@ -265,7 +275,7 @@ def open_streams(server: Server, count: int) -> Iterator[list[Iterator[Any]]]:
         yield events
 
 
-def tell_to_stop(server: Server, how: signal.Signals = signal.SIGTERM) -> None:
+def send_stop_signal(server: Server, how: signal.Signals = signal.SIGTERM) -> None:
     server.process.send_signal(how)
     wait_for(lambda: any("shutting down:" in line for line in server.log), "the shutdown is logged")
 
@@ -295,7 +305,7 @@ def test_running_streams_finish_during_drain(folder: Path, tmp_path: Path) -> No
     with gated(folder, tmp_path, drain_s=600) as server, open_streams(server, 50) as events:
         with closing(Client(server, "/generate", native(50))) as whole:
             wait_for(lambda: metrics(server)["lorax_request_count"] == 5, "the last one is in")
-            tell_to_stop(server)
+            send_stop_signal(server)
             check_rejects_new_requests(server)
             assert server.process.poll() is None
             (tmp_path / "gate").touch()
@@ -310,7 +320,7 @@ def test_drain_timeout_fails_remaining_streams(folder: Path, tmp_path: Path) -> 
     with gated(folder, tmp_path, drain_s=1) as server, open_streams(server, 5000) as events:
         with close_all(Client(server, "/generate", native(5000)), Client(server, NATIVE, lost)) as waiting:
             wait_for(lambda: metrics(server)["lorax_request_count"] == 6, "all are in")
-            tell_to_stop(server, signal.SIGINT)
+            send_stop_signal(server, signal.SIGINT)
             check_last_events(events, with_error=True)
             for client in waiting:
                 assert client.status == 503
@@ -321,7 +331,7 @@ def test_drain_timeout_fails_remaining_streams(folder: Path, tmp_path: Path) -> 
 @pytest.mark.slow
 def test_second_signal_stops_server_immediately(folder: Path, tmp_path: Path) -> None:
     with gated(folder, tmp_path, drain_s=600) as server, open_streams(server, 5000):
-        tell_to_stop(server)
+        send_stop_signal(server)
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(WAIT_TIMEOUT_S) == 0
 

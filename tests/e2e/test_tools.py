@@ -212,7 +212,7 @@ def test_streamed_text_matches_response(stream: bool, sdk: openai.OpenAI) -> Non
         assert "".join(deltas) == whole.output_text
 
 
-def test_completion_is_tool_call_or_response_format(sdk: openai.OpenAI) -> None:
+def test_completion_is_tool_call_or_matches_response_format(sdk: openai.OpenAI) -> None:
     """The completion is a tool call or text in the response format."""
     form: Any = {"format": {"type": "json_schema", "name": "it", "schema": {"enum": ["cat", "dog"]}, "strict": True}}
     call_arguments: dict[str, Any] = {"input": "Who?", "text": form, "tools": FUNCTIONS, **SHORT}

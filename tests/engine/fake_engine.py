@@ -47,7 +47,7 @@ else:  # imports numpy, which would slow down process start
     Engine = object
 
 
-def ask_for(request_id: int, tokens: Sequence[int] = (1, 2, 3), how: str = "") -> Request:
+def make_fake_request(request_id: int, tokens: Sequence[int] = (1, 2, 3), how: str = "") -> Request:
     """Create a request that repeats these tokens. `how` selects a behavior of `FakeEngine`."""
     return Request(request_id, list(tokens), SamplingParams(), StopParams(), tenant=how)
 
@@ -152,7 +152,7 @@ class FakeEngine(Engine):
         token_id = left.popleft()
         is_first = len(left) + 1 == len(self._requests[request_id].prompt_ids)
         if not is_first:
-            self._misbehave(self._requests[request_id].tenant)
+            self._fail_as_requested(self._requests[request_id].tenant)
         if self._requests[request_id].tenant == "hang" or not left:
             del self._left[request_id]
         match self._requests[request_id].tenant:
@@ -166,7 +166,7 @@ class FakeEngine(Engine):
                 return Output(request_id, (SampledToken(token_id, 0.0),))
         return Output(request_id, (SampledToken(token_id, -0.5),), None if left else FinishReason.EOS_TOKEN)
 
-    def _misbehave(self, how: str) -> None:
+    def _fail_as_requested(self, how: str) -> None:
         match how:
             case "raise":
                 raise RuntimeError("boom \udcff")

@@ -39,7 +39,7 @@ def token_after(chained: int) -> int:
     return (chained >> 9) % VOCAB
 
 
-def alone(identity: str, prompt: Sequence[int], num_tokens: int) -> list[int]:
+def expected_tokens(identity: str, prompt: Sequence[int], num_tokens: int) -> list[int]:
     """Return the expected tokens of a request."""
     chained, tokens = seed_of(identity), []
     for token in prompt:
@@ -199,7 +199,7 @@ class Workers:
     # --- Time ---------------------------------------------------------------------------------------------------------
 
     @property
-    def is_at_work(self) -> bool:
+    def has_pending_work(self) -> bool:
         """Return True if a preparation or load is running, which will notify the engine."""
         return bool(self._preparing or self._loads)
 
@@ -317,7 +317,7 @@ class Workers:
         tokens = []
         parts = list(zip(*(column.tolist() for column in columns), strict=True))
         for slot, start, count, _, index in parts:
-            identity = self._found(step.reads[index]) if index else ""
+            identity = self._read_owner(step.reads[index]) if index else ""
             chains = self._extend_chain(slot, identity, start + count)
             for position in range(start, start + count):
                 self._cache[self._kv_slot(slot, position)] = chains[position]
@@ -331,7 +331,7 @@ class Workers:
                 self._tokens[slot].append(tokens[-1])
         return StepResult(plan.step, tokens, [0.0] * len(tokens))
 
-    def _found(self, reading: _Reading) -> str:
+    def _read_owner(self, reading: _Reading) -> str:
         held = self._buffer[reading.place.start]
         assert held is not None
         return held[0]
@@ -347,7 +347,7 @@ class Workers:
 
 
 @dataclass
-class Names:
+class FakeResolver:
     """A fake resolver with the current spec for each name."""
 
     specs: dict[str, AdapterSpec] = field(default_factory=dict)
@@ -389,7 +389,7 @@ class SubmittedRequest:
         return self.is_aborted or self.failure is not None or len(self.tokens) == self.num_tokens
 
 
-class World:
+class EngineSimulation:
     """The real engine, fake workers and the engine loop, with a fake clock.
 
     As in a server, the engine is called only when it is busy, was woken, or its deadline has expired.
@@ -408,10 +408,10 @@ class World:
         **capabilities: Any,
     ) -> None:
         self.now = 0.0
-        self.names = Names()
+        self.names = FakeResolver()
         self.submitted: dict[int, SubmittedRequest] = {}
         self.open: dict[int, SubmittedRequest] = {}
-        self.num_turns = 0
+        self.num_advances = 0
         self._resolving: list[tuple[SubmittedRequest, Future[Resolved]]] = []
         of = make_capabilities(num_units, max_steps_in_flight, **capabilities)
         host_bytes = self.host_bytes = host_units * UNIT_BYTES
@@ -447,9 +447,9 @@ class World:
             del self.open[submitted.request_id]
             self.engine.abort(submitted.request_id)
 
-    def turn(self, passes_s: float = 0.1) -> bool:
+    def advance(self, passes_s: float = 0.1) -> bool:
         """Advance the clock, and call the engine if it is due. Return True if it was called."""
-        self.num_turns += 1
+        self.num_advances += 1
         self.now += passes_s
         self.workers.tick()
         engine = self.engine
@@ -459,9 +459,9 @@ class World:
             is_called = True
         if is_called:
             engine.wake.clear()
-            self._take(engine.step())
+            self._record_outputs(engine.step())
         else:
-            assert self.workers.is_at_work or not engine.has_work, "it sleeps, and nothing will wake it"
+            assert self.workers.has_pending_work or not engine.has_work, "it sleeps, and nothing will wake it"
         self._add_resolved()
         return is_called
 
@@ -483,12 +483,12 @@ class World:
         for _ in range(most):
             if not self.open:
                 return
-            self.turn()
+            self.advance()
         raise AssertionError(f"{len(self.open)} requests are not finished after {most} turns")
 
-    def settle(self, most: int = 200) -> None:
+    def run_until_idle(self, most: int = 200) -> None:
         """Advance the clock until the engine is idle."""
-        while self.turn() or self.workers.is_at_work:
+        while self.advance() or self.workers.has_pending_work:
             most -= 1
             assert most > 0, "it never sleeps"
 
@@ -509,7 +509,7 @@ class World:
         else:
             self.engine.wake.set()
 
-    def _take(self, outputs: list[Output]) -> None:
+    def _record_outputs(self, outputs: list[Output]) -> None:
         for output in outputs:
             submitted = self.open[output.request_id]
             if output.failure is not None:
@@ -520,9 +520,9 @@ class World:
             assert (output.finish_reason is not None) == is_last
             if is_last:
                 del self.open[output.request_id]
-                assert submitted.tokens == alone(submitted.identity, submitted.prompt, submitted.num_tokens), (
-                    "stale tokens"
-                )
+                assert submitted.tokens == expected_tokens(
+                    submitted.identity, submitted.prompt, submitted.num_tokens
+                ), "stale tokens"
 
     def _fail(self, submitted: SubmittedRequest, message: str) -> None:
         submitted.failure = message
@@ -530,20 +530,20 @@ class World:
 
     def check_tokens_so_far(self) -> None:
         for submitted in self.open.values():
-            assert submitted.tokens == alone(submitted.identity, submitted.prompt, len(submitted.tokens)), (
+            assert submitted.tokens == expected_tokens(submitted.identity, submitted.prompt, len(submitted.tokens)), (
                 "stale tokens"
             )
 
     def check_all_memory_is_released(self) -> None:
         """Check that all memory is released once no request needs it."""
         assert not self.open
-        self.settle()
+        self.run_until_idle()
         assert self.pool.num_free == self.pool.num_blocks
         for identity in {submitted.identity for submitted in self.submitted.values()} - {""}:
             self.engine.unload(identity)
-        self.settle()
+        self.run_until_idle()
         assert not self.workers.host
         assert not self.workers.residents
         assert self.table._host.bytes_used == 0
         assert self.table.num_on_host == self.table.num_on_device == self.table.num_preparing == 0
-        self.turn()
+        self.advance()

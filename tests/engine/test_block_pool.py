@@ -115,7 +115,7 @@ def test_unpublished_blocks_are_allocated_first() -> None:
     assert len(pool.reuse(chain(0, 1, 2, 3))) == 2
 
 
-def test_eviction_is_least_recently_used_and_last_block_first() -> None:
+def test_eviction_order_is_lru_with_last_block_first() -> None:
     pool = BlockPool(4, SIZE)
     pool.release(compute(pool, 0, 1, 2, 3))
     pool.release(compute(pool, 5, 6, 7, 8))
@@ -156,7 +156,7 @@ def test_shared_block_is_free_after_last_release() -> None:
 
 
 @dataclass
-class Held:
+class ExpectedSequence:
     """A test sequence: its tokens and expected blocks."""
 
     tokens: list[int]
@@ -165,14 +165,14 @@ class Held:
     published: int = field(default=0)
 
 
-class Machine(RuleBasedStateMachine):
+class BlockPoolStateMachine(RuleBasedStateMachine):
     """A pool with a device model. `content` must match every block that is found."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(9, SIZE)
         self.content: dict[int, bytes] = {}
-        self.held: list[Held] = []
+        self.held: list[ExpectedSequence] = []
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9), adapter=st.sampled_from(["", "a"]))
     def start_sequence(self, tokens: list[int], adapter: str) -> None:
@@ -186,7 +186,7 @@ class Machine(RuleBasedStateMachine):
             return
         for block in more:
             self.content[block] = b"garbage"
-        self.held.append(Held(tokens, root, blocks + more, len(blocks)))
+        self.held.append(ExpectedSequence(tokens, root, blocks + more, len(blocks)))
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -220,7 +220,7 @@ class Machine(RuleBasedStateMachine):
                 assert self.content[block] == block_hash
 
 
-TestMachine = Machine.TestCase
+TestMachine = BlockPoolStateMachine.TestCase
 TestMachine.settings = settings(
     max_examples=100, stateful_step_count=40, derandomize=True, deadline=None, database=None
 )

@@ -84,7 +84,7 @@ def test_each_tenant_keeps_its_share(max_steps_in_flight: int, weights: dict[str
     check(engine, *many, *others)
 
 
-def test_first_tenants_keep_their_slots() -> None:
+def test_new_tenant_does_not_preempt_running_sequences() -> None:
     engine = Engine(LIMITS, 200)
     flood(engine, MAX_NUM_SEQS)
     run(engine, 3)
@@ -146,7 +146,7 @@ def test_new_tenants_do_not_wait_for_full_completions(others: int) -> None:
     check(engine, *many, *small)
 
 
-def test_long_prompt_leaves_tokens_for_new_tenant() -> None:
+def test_long_prompt_leaves_token_budget_for_new_tenant() -> None:
     engine = Engine(replace(LIMITS, max_step_tokens=16), 400)
     long = make_request(0, [1, 2] * 45, 4, eos=False, tenant="long")
     engine.scheduler.add(long)
@@ -228,7 +228,7 @@ def test_shares_count_active_tenants_only() -> None:
 # --- Random operations ------------------------------------------------------------------------------------------------
 
 
-class Machine(RuleBasedStateMachine):
+class FairnessStateMachine(RuleBasedStateMachine):
     """Requests from several tenants with enough blocks and tokens, so that only slots are shared."""
 
     @initialize(max_steps_in_flight=st.integers(1, 2), slots=st.integers(1, 5), weight=st.sampled_from([0.2, 1.0, 2.5]))
@@ -293,5 +293,5 @@ class Machine(RuleBasedStateMachine):
         assert not queue._waiting
 
 
-TestMachine = Machine.TestCase
+TestMachine = FairnessStateMachine.TestCase
 TestMachine.settings = settings(max_examples=25, stateful_step_count=25, derandomize=True, deadline=None, database=None)

@@ -45,7 +45,7 @@ def next_token(adapter: int, tokens: list[int]) -> int:
     return sha256(bytes([adapter, *tokens])).digest()[0] % VOCAB
 
 
-def alone(adapter: int, prompt: list[int], stop: StopParams) -> list[int]:
+def expected_tokens(adapter: int, prompt: list[int], stop: StopParams) -> list[int]:
     """Return the expected tokens of a request."""
     tokens = list(prompt)
     while len(tokens) - len(prompt) < stop.max_new_tokens:
@@ -124,7 +124,7 @@ class RandomDrafter:
 
 
 @dataclass
-class Loaded(AdapterTable):
+class FakeAdapterTable(AdapterTable):
     """Adapters by identity. The index is part of the name; some adapters may not be loaded."""
 
     missing: set[str] = field(default_factory=set)
@@ -198,7 +198,11 @@ class Engine:
     """The engine loop: schedule, submit, and collect an earlier step."""
 
     def __init__(self, limits: Limits, num_blocks: int, max_steps_in_flight: int = 1, **options: Any) -> None:
-        self.pool, self.adapters, self.max_steps_in_flight = BlockPool(num_blocks, SIZE), Loaded(), max_steps_in_flight
+        self.pool, self.adapters, self.max_steps_in_flight = (
+            BlockPool(num_blocks, SIZE),
+            FakeAdapterTable(),
+            max_steps_in_flight,
+        )
         self.scheduler = Scheduler(limits, self.pool, self.adapters, **options)
         self.device = Device(limits.max_num_seqs)
         self.results: deque[StepResult] = deque()
@@ -232,13 +236,13 @@ class Engine:
 
 def check(engine: Engine, *requests: Request) -> None:
     for request in requests:
-        expected = alone(int(request.adapter_identity or 0), list(request.prompt_ids), request.stop)
+        expected = expected_tokens(int(request.adapter_identity or 0), list(request.prompt_ids), request.stop)
         assert engine.token_ids[request.request_id] == expected
         last_is_eos = expected[-1] in request.stop.all_stop_token_ids
         assert engine.reasons[request.request_id] == (FinishReason.EOS_TOKEN if last_is_eos else FinishReason.LENGTH)
 
 
-ROOMY = make_limits(max_step_tokens=64, max_num_seqs=8, max_length=100)
+LARGE_LIMITS = make_limits(max_step_tokens=64, max_num_seqs=8, max_length=100)
 
 
 # --- Single rules -----------------------------------------------------------------------------------------------------
@@ -246,7 +250,7 @@ ROOMY = make_limits(max_step_tokens=64, max_num_seqs=8, max_length=100)
 
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2])
 def test_batched_requests_match_single_requests(max_steps_in_flight: int) -> None:
-    engine = Engine(ROOMY, 64, max_steps_in_flight)
+    engine = Engine(LARGE_LIMITS, 64, max_steps_in_flight)
     requests = [make_request(i, [1 + i % 3] * (3 * i + 1), 2 + i, adapter_identity=str(i % 3 or "")) for i in range(8)]
     for request in requests:
         engine.scheduler.add(request)
@@ -256,8 +260,8 @@ def test_batched_requests_match_single_requests(max_steps_in_flight: int) -> Non
 
 
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2])
-def test_columns_are_reused_while_sequences_stay_the_same(max_steps_in_flight: int) -> None:
-    engine = Engine(ROOMY, 64, max_steps_in_flight)
+def test_batch_columns_are_reused_for_same_sequences(max_steps_in_flight: int) -> None:
+    engine = Engine(LARGE_LIMITS, 64, max_steps_in_flight)
     requests = [make_request(i, [1 + i], 12, eos=False, adapter_identity=adapter) for i, adapter in enumerate("21")]
     for request in requests:
         engine.scheduler.add(request)
@@ -333,7 +337,7 @@ def test_short_prompt_starts_during_long_prompt() -> None:
 
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2])
 def test_last_sequence_is_preempted_if_blocks_run_out(max_steps_in_flight: int) -> None:
-    engine = Engine(ROOMY, 8, max_steps_in_flight)
+    engine = Engine(LARGE_LIMITS, 8, max_steps_in_flight)
     requests = [make_request(i, [i + 1] * 6, 16, eos=False) for i in range(4)]
     for request in requests:
         engine.scheduler.add(request)
@@ -343,7 +347,7 @@ def test_last_sequence_is_preempted_if_blocks_run_out(max_steps_in_flight: int) 
 
 
 def test_shared_prefix_is_not_recomputed() -> None:
-    engine = Engine(ROOMY, 64)
+    engine = Engine(LARGE_LIMITS, 64)
     first, second = make_request(0, [1, 2, 3] * 5, 3), make_request(1, [1, 2, 3] * 5 + [4], 3)
     engine.scheduler.add(first)
     engine.finish()
@@ -356,7 +360,7 @@ def test_shared_prefix_is_not_recomputed() -> None:
 
 
 def test_prefix_cache_is_per_adapter() -> None:
-    engine = Engine(ROOMY, 64)
+    engine = Engine(LARGE_LIMITS, 64)
     requests = [make_request(i, [1, 2, 3] * 5, adapter_identity=adapter) for i, adapter in enumerate(("", "1", "2"))]
     for request in requests:
         engine.scheduler.add(request)
@@ -366,7 +370,7 @@ def test_prefix_cache_is_per_adapter() -> None:
 
 
 def test_prefix_cache_is_per_salt() -> None:
-    engine = Engine(ROOMY, 64)
+    engine = Engine(LARGE_LIMITS, 64)
     for i, salt in enumerate(("", "mine", "mine")):
         engine.scheduler.add(make_request(i, [1, 2, 3] * 5, salt=salt))
         engine.finish()
@@ -374,7 +378,7 @@ def test_prefix_cache_is_per_salt() -> None:
 
 
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2])
-def test_abort_at_any_step(max_steps_in_flight: int) -> None:
+def test_abort_at_any_step_frees_all_blocks(max_steps_in_flight: int) -> None:
     for steps in range(8):
         engine = Engine(make_limits(8, 2, 100), 8, max_steps_in_flight)
         requests = [make_request(i, [i + 1] * 7, 6, eos=False) for i in range(4)]
@@ -393,11 +397,11 @@ def test_abort_at_any_step(max_steps_in_flight: int) -> None:
 
 
 def test_abort_of_unknown_request_does_nothing() -> None:
-    Engine(ROOMY, 4).scheduler.abort(7)
+    Engine(LARGE_LIMITS, 4).scheduler.abort(7)
 
 
 def test_loading_adapter_does_not_block_other_requests() -> None:
-    engine = Engine(ROOMY, 64)
+    engine = Engine(LARGE_LIMITS, 64)
     engine.adapters.missing.add("1")
     cold, warm = make_request(0, [1], adapter_identity="1"), make_request(1, [2], adapter_identity="2")
     engine.scheduler.add(cold)
@@ -466,8 +470,8 @@ def test_idle_tenant_gains_no_credit() -> None:
     ("prompt", "new", "message"),
     [([], 1, "cannot be empty"), ([1] * 99, 2, "must be <= 100"), ([1], 1000, "must be <= 100")],
 )
-def test_impossible_request_is_rejected(prompt: list[int], new: int, message: str) -> None:
-    engine = Engine(ROOMY, 64)
+def test_request_above_engine_limits_is_rejected(prompt: list[int], new: int, message: str) -> None:
+    engine = Engine(LARGE_LIMITS, 64)
     with pytest.raises(InputError, match=message):
         engine.scheduler.add(make_request(0, prompt, new))
     assert not engine.scheduler.has_work
@@ -475,13 +479,13 @@ def test_impossible_request_is_rejected(prompt: list[int], new: int, message: st
 
 def test_request_larger_than_cache_is_rejected() -> None:
     with pytest.raises(InputError, match="must be <= 16"):
-        Engine(ROOMY, 4).scheduler.add(make_request(0, [1] * 10, 7))
+        Engine(LARGE_LIMITS, 4).scheduler.add(make_request(0, [1] * 10, 7))
 
 
 # --- Outputs, rejections and timeouts ---------------------------------------------------------------------------------
 
 
-def code(tokens: list[int], position: int) -> float:
+def encode_logprob(tokens: list[int], position: int) -> float:
     """Return a fake log probability that encodes token and position."""
     return -(position + tokens[position] / 10)
 
@@ -503,7 +507,7 @@ class ReportingDevice(Device):
                 prompt = self.prompts[slot]
                 ends = min(start + count, len(prompt) - 1)
                 assert ends > start
-                reports.append([code(prompt, position + 1) for position in range(start, ends)])
+                reports.append([encode_logprob(prompt, position + 1) for position in range(start, ends)])
         sampled = [int(slot) for slot, samples in zip(plan.slots, plan.samples, strict=True) if samples]
         logprobs = [-0.5] * len(sampled)
         for place, slot in enumerate(sampled):
@@ -551,7 +555,7 @@ class ReportingEngine(Engine):
 
 
 def test_full_queue_rejects_requests() -> None:
-    engine = ReportingEngine(replace(ROOMY, max_num_seqs=2, max_waiting=3), 64)
+    engine = ReportingEngine(replace(LARGE_LIMITS, max_num_seqs=2, max_waiting=3), 64)
     for i in range(2):
         engine.scheduler.add(make_request(i, [1], 5, eos=False))
     engine.step()
@@ -568,7 +572,7 @@ def test_full_queue_rejects_requests() -> None:
 
 
 def test_long_estimated_wait_is_rejected_with_retry_time() -> None:
-    engine = ReportingEngine(replace(ROOMY, max_num_seqs=1, max_wait_s=10.0), 64, max_steps_in_flight=2)
+    engine = ReportingEngine(replace(LARGE_LIMITS, max_num_seqs=1, max_wait_s=10.0), 64, max_steps_in_flight=2)
     engine.scheduler.add(make_request(0, [1] * 8, 3, eos=False))  # throughput is unknown at first
     engine.step()
     while engine.scheduler.has_work:
@@ -601,7 +605,7 @@ def test_backlog_counts_waiting_requests() -> None:
 
 
 def test_throughput_counts_overlapping_steps_once() -> None:
-    backlog = Backlog(ROOMY, SchedulerCounters())
+    backlog = Backlog(LARGE_LIMITS, SchedulerCounters())
     assert backlog.estimate_seconds(1000) == 0.0
     backlog.record_step(10, submitted=0.0, now=1.0)
     assert backlog.estimate_seconds(10) == pytest.approx(1.0)
@@ -616,7 +620,7 @@ def test_throughput_counts_overlapping_steps_once() -> None:
 
 
 def test_estimate_follows_recent_completion_lengths() -> None:
-    backlog = Backlog(ROOMY, SchedulerCounters())
+    backlog = Backlog(LARGE_LIMITS, SchedulerCounters())
     request = make_request(0, [1] * 4, 100)
     assert backlog.estimate_tokens(request) == 104
     backlog.record_completion(10)
@@ -629,7 +633,7 @@ def test_estimate_follows_recent_completion_lengths() -> None:
 
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2])
 def test_adapter_timeout_fails_request(max_steps_in_flight: int) -> None:
-    engine = ReportingEngine(replace(ROOMY, adapter_timeout_s=30.0), 64, max_steps_in_flight)
+    engine = ReportingEngine(replace(LARGE_LIMITS, adapter_timeout_s=30.0), 64, max_steps_in_flight)
     engine.adapters.missing |= {"1", "2"}
     engine.scheduler.add(make_request(0, [1], adapter_identity="1"))
     engine.now = 10.0
@@ -656,7 +660,7 @@ def test_adapter_timeout_fails_request(max_steps_in_flight: int) -> None:
 
 
 def test_started_request_has_no_adapter_timeout() -> None:
-    engine = ReportingEngine(replace(ROOMY, adapter_timeout_s=10.0), 6)
+    engine = ReportingEngine(replace(LARGE_LIMITS, adapter_timeout_s=10.0), 6)
     engine.adapters.missing |= {"1", "2"}
     engine.scheduler.add(make_request(0, [1], adapter_identity="2"))  # keeps the timeout queue in order
     engine.scheduler.add(make_request(1, [2] * 4, 12, eos=False))
@@ -680,7 +684,7 @@ def test_started_request_has_no_adapter_timeout() -> None:
 
 
 def test_preemption_clears_forced_tokens_flag() -> None:
-    engine = Engine(ROOMY, 6)
+    engine = Engine(LARGE_LIMITS, 6)
     requests = [make_request(i, [i + 2] * 4, 12, eos=False) for i in range(2)]
     for request in requests:
         engine.scheduler.add(request)
@@ -723,7 +727,7 @@ def test_grammar_tokens_exclude_finished_sequences() -> None:
 
 
 def test_adapter_failure_fails_waiting_requests() -> None:
-    engine = ReportingEngine(ROOMY, 64)
+    engine = ReportingEngine(LARGE_LIMITS, 64)
     engine.adapters.missing |= {"1", "2"}
     for i, adapter in enumerate(("1", "2", "1", "")):
         engine.scheduler.add(make_request(i, [1], 3, eos=False, adapter_identity=adapter))
@@ -741,7 +745,7 @@ def test_adapter_failure_fails_waiting_requests() -> None:
 
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2])
 def test_nan_logits_fail_only_their_request(max_steps_in_flight: int) -> None:
-    engine = ReportingEngine(ROOMY, 64, max_steps_in_flight)
+    engine = ReportingEngine(LARGE_LIMITS, 64, max_steps_in_flight)
     bad, good = make_request(0, [6, 1], 9, eos=False), make_request(1, [5, 1], 9, eos=False)
     engine.scheduler.add(bad)
     engine.scheduler.add(good)
@@ -755,7 +759,7 @@ def test_nan_logits_fail_only_their_request(max_steps_in_flight: int) -> None:
 
 def test_nan_logits_of_merge_are_input_error() -> None:
     """The request set the merge weights, so it is an input error."""
-    engine = ReportingEngine(ROOMY, 64)
+    engine = ReportingEngine(LARGE_LIMITS, 64)
     engine.adapters.merged.add("1")
     engine.scheduler.add(make_request(0, [6, 1], 9, eos=False, adapter_identity="1"))
     engine.finish()
@@ -774,7 +778,7 @@ def test_nan_logits_of_merge_are_input_error() -> None:
     ],
 )
 def test_tokens_beyond_vocabulary_are_rejected(prompt: list[int], more: dict[str, Any], message: str) -> None:
-    engine = ReportingEngine(ROOMY, 64)
+    engine = ReportingEngine(LARGE_LIMITS, 64)
     engine.adapters.vocab_size = lambda identity: 9 if identity else VOCAB  # type: ignore[method-assign]
     engine.adapters.missing.add("1")
     bad, good = replace(make_request(0, prompt), **more), make_request(1, [1, 2])
@@ -790,7 +794,7 @@ def test_tokens_beyond_vocabulary_are_rejected(prompt: list[int], more: dict[str
 
 
 def test_adapter_can_extend_vocabulary() -> None:
-    engine = ReportingEngine(ROOMY, 64)
+    engine = ReportingEngine(LARGE_LIMITS, 64)
     engine.adapters.vocab_size = lambda identity: 9 if identity else VOCAB  # type: ignore[method-assign]
     engine.scheduler.add(make_request(0, [1, VOCAB + 1], adapter_identity="1"))
     engine.finish()
@@ -824,14 +828,14 @@ def test_prompt_logprobs_survive_chunks_and_preemption(
         for request in requests:
             first, *rest = engine.outputs[request.request_id]
             prompt = list(request.prompt_ids)
-            expected = [code(prompt, position) for position in range(1, len(prompt))]
+            expected = [encode_logprob(prompt, position) for position in range(1, len(prompt))]
             assert first.prompt_logprobs == (expected if request.prompt_logprobs else None)
             assert all(output.prompt_logprobs is None for output in rest)
     assert num_preempted_in_the_prompt > 0
 
 
 def test_outputs_contain_alternatives_of_their_request() -> None:
-    engine = ReportingEngine(ROOMY, 64, max_steps_in_flight=2)
+    engine = ReportingEngine(LARGE_LIMITS, 64, max_steps_in_flight=2)
     requests = [make_request(i, [1 + i], 4, eos=False, adapter_identity=str(2 - i or "")) for i in range(3)]
     for request in requests:
         engine.scheduler.add(request)
@@ -856,7 +860,7 @@ def test_outputs_contain_alternatives_of_their_request() -> None:
     ],
 )
 def test_prefix_cache_is_per_rope_variant(rope: RopeRule, lengths: tuple[int, int], shared: int) -> None:
-    engine = ReportingEngine(replace(ROOMY, rope=rope), 64)
+    engine = ReportingEngine(replace(LARGE_LIMITS, rope=rope), 64)
     for i, length in enumerate(lengths):
         engine.scheduler.add(make_request(i, [1 + j % 5 for j in range(length)], 1))
         engine.finish()
@@ -864,7 +868,7 @@ def test_prefix_cache_is_per_rope_variant(rope: RopeRule, lengths: tuple[int, in
 
 
 def test_rope_variant_depends_on_prompt_length() -> None:
-    engine = ReportingEngine(replace(ROOMY, rope=RopeRule(8)), 10)
+    engine = ReportingEngine(replace(LARGE_LIMITS, rope=RopeRule(8)), 10)
     first, second = make_request(0, [1] * 8, 16, eos=False), make_request(1, [2] * 8, 28, eos=False)
     engine.scheduler.add(first)
     engine.scheduler.add(second)
@@ -875,7 +879,7 @@ def test_rope_variant_depends_on_prompt_length() -> None:
 
 
 def test_prefix_cache_is_disabled_without_can_reuse() -> None:
-    engine = ReportingEngine(replace(ROOMY, can_reuse=False), 64)
+    engine = ReportingEngine(replace(LARGE_LIMITS, can_reuse=False), 64)
     requests = [make_request(i, [1, 2, 3] * 5, 3) for i in range(3)]
     for request in requests:
         engine.scheduler.add(request)
@@ -885,7 +889,7 @@ def test_prefix_cache_is_disabled_without_can_reuse() -> None:
 
 
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2])
-def test_no_chunks_without_can_chunk(max_steps_in_flight: int) -> None:
+def test_prompts_are_not_chunked_without_can_chunk(max_steps_in_flight: int) -> None:
     limits = make_limits(44, 4, 40, can_chunk=False, can_reuse=False)
     engine = ReportingEngine(limits, 40, max_steps_in_flight)
     requests = [make_request(i, [1 + i % 5] * (20 + i), 8, eos=False) for i in range(10)]
@@ -898,13 +902,13 @@ def test_no_chunks_without_can_chunk(max_steps_in_flight: int) -> None:
     assert all(plan.samples.all() for plan in engine.plans)
 
 
-def test_limits_require_step_tokens_for_whole_prompt() -> None:
+def test_step_token_limit_must_fit_unchunked_prompt() -> None:
     with pytest.raises(AssertionError, match="too small for one prompt"):
         make_limits(40, 4, 40, can_chunk=False)
 
 
 def test_empty_step_only_with_adapter_operations() -> None:
-    engine = ReportingEngine(ROOMY, 64)
+    engine = ReportingEngine(LARGE_LIMITS, 64)
     assert engine.scheduler.schedule() is None
     engine.adapters.needs_step = True
     plan = engine.scheduler.schedule()
@@ -990,7 +994,7 @@ def test_random_workload_with_drafts_matches_single_requests(seeds: range) -> No
 def test_drafts_save_steps(max_steps_in_flight: int) -> None:
     steps = []
     for drafter in (None, RandomDrafter(0)):
-        engine = Engine(ROOMY, 64, max_steps_in_flight, drafter=drafter)
+        engine = Engine(LARGE_LIMITS, 64, max_steps_in_flight, drafter=drafter)
         request = make_request(0, [1], 30, eos=False)
         engine.scheduler.add(request)
         engine.finish()
@@ -1000,7 +1004,7 @@ def test_drafts_save_steps(max_steps_in_flight: int) -> None:
 
 
 def test_requests_without_speculation_get_no_drafts() -> None:
-    engine = Engine(ROOMY, 64, drafter=RandomDrafter(0))
+    engine = Engine(LARGE_LIMITS, 64, drafter=RandomDrafter(0))
     request = make_request(0, [1], 30, eos=False, speculation=False)
     engine.scheduler.add(request)
     engine.finish()
@@ -1011,7 +1015,7 @@ def test_requests_without_speculation_get_no_drafts() -> None:
 # --- Random operations ------------------------------------------------------------------------------------------------
 
 
-class Machine(RuleBasedStateMachine):
+class SchedulerStateMachine(RuleBasedStateMachine):
     @initialize(
         max_steps_in_flight=st.integers(1, 2),
         budget=st.integers(3, 12),
@@ -1079,5 +1083,5 @@ class Machine(RuleBasedStateMachine):
         assert not any(self.engine.adapters.acquired.values())
 
 
-TestMachine = Machine.TestCase
+TestMachine = SchedulerStateMachine.TestCase
 TestMachine.settings = settings(max_examples=75, stateful_step_count=30, derandomize=True, deadline=None, database=None)

@@ -101,7 +101,7 @@ def test_decoded_tokens_are_dropped(name: str) -> None:
     )
 
 
-def test_special_tokens_between_text_tokens() -> None:
+def test_special_tokens_do_not_split_multibyte_characters() -> None:
     kind = byte_level()
     eos, detokenizer = kind.token_id(EOS), make_detokenizer(kind.tokenizer)
     ids = encode(kind.tokenizer, "naïve 日本語")

@@ -282,7 +282,7 @@ letters = st.text(alphabet="ab", max_size=14) | st.text(alphabet="abé👧 ", ma
 
 
 @st.composite
-def cut_texts(draw: st.DrawFn) -> list[str]:
+def split_texts(draw: st.DrawFn) -> list[str]:
     """Draw a text split at random positions. Some tokens have no text."""
     text = draw(letters)
     cuts = sorted(draw(st.lists(st.integers(0, len(text)), max_size=8)))
@@ -290,13 +290,13 @@ def cut_texts(draw: st.DrawFn) -> list[str]:
 
 
 @settings(max_examples=500, deadline=None)
-@given(cut_texts(), st.lists(letters.filter(len).map(lambda text: text[:5]), max_size=3), st.booleans())
+@given(split_texts(), st.lists(letters.filter(len).map(lambda text: text[:5]), max_size=3), st.booleans())
 def test_output_matches_reference_definition(pieces: list[str], stop: list[str], include: bool) -> None:
     check(pieces, stop, include)
 
 
 @settings(max_examples=300, deadline=None)
-@given(cut_texts(), st.lists(letters.filter(len).map(lambda text: text[:5]), max_size=3), st.booleans())
+@given(split_texts(), st.lists(letters.filter(len).map(lambda text: text[:5]), max_size=3), st.booleans())
 def test_output_does_not_depend_on_token_boundaries(pieces: list[str], stop: list[str], include: bool) -> None:
     whole = "".join(pieces)
     outputs = {feed(cut, *stop, include=include, max_new_tokens=len(cut)).current_output for cut in (pieces, [whole])}
@@ -304,7 +304,7 @@ def test_output_does_not_depend_on_token_boundaries(pieces: list[str], stop: lis
     assert len(outputs) == 1
 
 
-def test_stop_strings_sampled_from_text() -> None:
+def test_random_stop_strings_from_text_match_reference_definition() -> None:
     rng = random.Random(0)
     for _ in range(1000):
         text = "".join(rng.choices("ab", k=rng.randint(1, 40)))

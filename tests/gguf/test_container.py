@@ -137,7 +137,7 @@ def test_missing_file_is_rejected(tmp_path: Path) -> None:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=200)
 @given(position=st.integers(0, 300), replacement=st.binary(min_size=1, max_size=9))
-def test_changed_bytes_never_crash(position: int, replacement: bytes, tmp_path: Path) -> None:
+def test_corrupted_bytes_never_crash_reader(position: int, replacement: bytes, tmp_path: Path) -> None:
     fields = [metadata("general.alignment", UINT32, struct.pack("<I", 32)), array(STRING, 2, text("a") + text("b"))]
     content = make_file(fields, [tensor(), tensor("u", (2, 32), offset=128)], data=384)
     path = tmp_path / "a.gguf"

@@ -116,7 +116,7 @@ def test_llm_tokens_match_transformers(model: Path) -> None:
     assert completion.token_ids == tokens[0, 4:].tolist()
 
 
-def test_tokenizer_and_end_tokens_are_read_without_transformers(
+def test_tokenizer_and_eos_tokens_are_read_without_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gemma's tokenizer class in transformers would rebuild the tokenizer."""

@@ -129,7 +129,7 @@ def test_two_ranks_match_one(case: str, tmp_path: Path, ranks: RankPool) -> None
         assert (logits - alone).abs().max() < 1e-5 * alone.abs().max()
 
 
-def test_ranks_that_split_blocks_are_rejected(tmp_path: Path) -> None:
+def test_tensor_parallel_size_that_splits_blocks_is_rejected(tmp_path: Path) -> None:
     from lorax_server.distributed import FakeGroup
 
     writer.write_model(tmp_path / "model.gguf", make_oracle("llama"), lambda _: Type.Q8_0)

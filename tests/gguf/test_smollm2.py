@@ -39,7 +39,7 @@ def oracle(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
 
 
-def test_ids_match_transformers(path: Path) -> None:
+def test_token_ids_match_transformers(path: Path) -> None:
     """transformers does not split off digits, and therefore differs for spaces before some digits."""
     ours, theirs = (
         load_tokenizer(find_model_folder(path)),

@@ -17,7 +17,7 @@ from lorax_server.kernels import BlockMatrix, QuantizedMatrix
 from lorax_server.weights import Weights
 from lorax_server.weights import gguf as reader
 from lorax_server.weights.gguf import GGUFTensor
-from tests.builders import how
+from tests.builders import weight_options
 from tests.gguf.blocks import random_blocks
 from tests.gguf.writer import save
 
@@ -79,7 +79,7 @@ def test_interleaved_heads_are_separated(kind: str, path: Path) -> None:
         tensor[(slice(3, 9),)]
 
 
-def test_vectors_rows_and_offsets_are_read(path: Path) -> None:
+def test_vector_slices_and_offsets_are_read(path: Path) -> None:
     vector = torch.arange(64.0)
     assert torch.equal(open_tensor(path, "vector")[()], vector)
     assert torch.equal(open_tensor(path, "vector")[(slice(3, 60),)], vector[3:60])
@@ -96,7 +96,7 @@ def to_tensor(matrix: torch.Tensor | QuantizedMatrix) -> torch.Tensor:
 
 def make_weights(path: Path, rank: int = 0, ranks: int = 1) -> Weights:
     tensors = {name: open_tensor(path, name) for name in read_gguf(path).tensors}
-    return Weights(tensors, **how(rank=rank, ranks=ranks))
+    return Weights(tensors, **weight_options(rank=rank, ranks=ranks))
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q5_0", "Q4_K", "F16"])

@@ -196,7 +196,7 @@ def test_control_tokens_with_any_characters_are_special(tmp_path: Path) -> None:
     assert ours.decode(ids, skip_special_tokens=True) == "a<think>"
 
 
-def test_named_tokens_templates_and_end_tokens_are_read(tmp_path: Path) -> None:
+def test_special_tokens_chat_templates_and_eos_tokens_are_read(tmp_path: Path) -> None:
     def change(writer: Any) -> None:
         writer.add_chat_template(
             [{"name": "default", "template": "{{ one }}"}, {"name": "tool_use", "template": "two"}]

@@ -6,7 +6,7 @@ from lorax_server.machine import resident_bytes
 CPU = torch.device("cpu")
 
 
-def test_allocate_zeros_uses_memory_on_write() -> None:
+def test_allocate_zeros_commits_memory_on_write() -> None:
     before = resident_bytes()
     zeros = allocate_zeros([2**20, 256], torch.float32, CPU)  # 1 GiB
     assert zeros.shape == (2**20, 256)

@@ -59,6 +59,7 @@ def attend_one(
     window: int | None,
     soft_cap: float | None = None,
     slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute attention for one query `[heads, head_dim]` at the last position of its keys."""
     num_heads, num_kv_heads = len(q), len(keys[0])
@@ -72,8 +73,9 @@ def attend_one(
         if slopes is not None:
             scores = [score - float(slopes[head]) * (len(scores) - 1 - at) for at, score in enumerate(scores)]
         weights = [math.exp(score) for score in scores]
+        total = sum(weights) + (0 if sinks is None else math.exp(float(sinks[head])))
         for weight, value in zip(weights, values[first:], strict=True):
-            out[head] += weight / sum(weights) * value[shared_prefix]
+            out[head] += weight / total * value[shared_prefix]
     return out
 
 
@@ -256,6 +258,7 @@ def check_decode(
     scales: tuple[float, float] = (1.0, 1.0),
     soft_cap: float | None = None,
     slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     tolerance: float = 1e-5,
 ) -> None:
     num_heads, num_kv_heads = heads
@@ -263,13 +266,13 @@ def check_decode(
     q = normal(len(lengths), num_heads, 16, seed=5, dtype=dtype)
     k_cache = random_cache(num_kv_heads, block_size, 16, 6, dtype=cache_dtype, scale=scales[0])
     v_cache = random_cache(num_kv_heads, block_size, 16, 7, dtype=cache_dtype, scale=scales[1])
-    spec = AttentionSpec(0.3, window, *scales, soft_cap, slopes)
+    spec = AttentionSpec(0.3, window, *scales, soft_cap, slopes, sinks)
     out = reference.decode_attention(q, (k_cache, v_cache), decode_batch(tables, lengths, block_size), spec)
     expected = []
     for row, length in enumerate(lengths):
         keys = [token(k_cache, tables[row], position, scales[0]) for position in range(length)]
         values = [token(v_cache, tables[row], position, scales[1]) for position in range(length)]
-        expected.append(attend_one(q[row], keys, values, 0.3, window, soft_cap, slopes))
+        expected.append(attend_one(q[row], keys, values, 0.3, window, soft_cap, slopes, sinks))
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), torch.stack(expected), rtol=0, atol=tolerance)
 
@@ -407,6 +410,7 @@ def check_prefill(
     scales: tuple[float, float] = (1.0, 1.0),
     soft_cap: float | None = None,
     slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     tolerance: float = 1e-5,
 ) -> None:
     num_heads, num_kv_heads = heads
@@ -420,14 +424,14 @@ def check_prefill(
     v = normal(len(tokens), num_kv_heads, 16, seed=7, dtype=dtype)
     k_cache = random_cache(num_kv_heads, block_size, 16, 8, dtype=cache_dtype, scale=scales[0])
     v_cache = random_cache(num_kv_heads, block_size, 16, 9, dtype=cache_dtype, scale=scales[1])
-    spec = AttentionSpec(0.3, window, *scales, soft_cap, slopes)
+    spec = AttentionSpec(0.3, window, *scales, soft_cap, slopes, sinks)
     reference.write_kv(k, v, (k_cache, v_cache), batch, spec)
     out = reference.prefill_attention(q, k, v, (k_cache, v_cache), batch, spec)
     expected = []
     for index, (row, position) in enumerate(tokens):
         keys = [token(k_cache, tables[row], earlier, scales[0]) for earlier in range(position + 1)]
         values = [token(v_cache, tables[row], earlier, scales[1]) for earlier in range(position + 1)]
-        expected.append(attend_one(q[index], keys, values, 0.3, window, soft_cap, slopes))
+        expected.append(attend_one(q[index], keys, values, 0.3, window, soft_cap, slopes, sinks))
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), torch.stack(expected), rtol=0, atol=tolerance)
 
@@ -470,6 +474,13 @@ def test_alibi_slopes_match_loop(window: int | None, soft_cap: float | None) -> 
     check_decode(scattered([9], 4), [9], 4, window=window, cache_dtype=FP8, scales=(0.05, 0.02), slopes=slopes)
     check_prefill(MIXED, window=window, soft_cap=soft_cap, slopes=slopes)
     check_prefill(MIXED, window=window, soft_cap=soft_cap, slopes=slopes, dtype=torch.bfloat16, tolerance=2e-2)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_attention_sinks_match_loop(window: int | None) -> None:
+    sinks, lengths = torch.tensor([0.7, 3.0, -0.2, -50.0]), [7, 1, 10, 4]
+    check_decode(scattered(lengths, 4), lengths, 4, window=window, sinks=sinks)
+    check_prefill(MIXED, window=window, sinks=sinks)
 
 
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (0.05, 0.02)])

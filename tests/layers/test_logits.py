@@ -30,7 +30,7 @@ from tests.adapters.test_host import (
     normal,
     with_vocabulary,
 )
-from tests.builders import CPU, adapter_batch, how
+from tests.builders import CPU, adapter_batch, weight_options
 from tests.lora import GivenAdapter
 from tests.ranks import RankPool
 
@@ -64,7 +64,7 @@ def run_vocabulary(
     group: ProcessGroup, names: list[str], indices: list[int], ids: torch.Tensor, x: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return embeddings and logits. Units between adapters are NaN, so that reading them is detected."""
-    settings = how(dtype=dtype) | {"process_group": group}
+    settings = weight_options(dtype=dtype) | {"process_group": group}
     weights = Weights({"embedding.weight": BASE, "head.weight": BASE}, **settings)
     embedding = TensorParallelEmbedding(weights, "embedding", VOCAB, SIZE)
     head = MultiAdapterHead.load(weights, "head", SIZE, VOCAB)

@@ -185,7 +185,7 @@ def test_partial_rope_matches_transformers(scaling: dict[str, Any], rotary_pct: 
 
 
 @pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
-def test_angles_do_not_depend_on_other_sequences(scaling: str) -> None:
+def test_rope_angles_do_not_depend_on_other_sequences(scaling: str) -> None:
     rotary = load_rotary(llama_config(SCALINGS[scaling]), HEAD_DIM, CPU)
     lengths = {10: [3, 9], 17: [3, 16], 64: [3, 63], 65: [3, 64], 300: [3, 299]}
     alone = {length: rotary(at(positions, length)) for length, positions in lengths.items()}

@@ -41,7 +41,7 @@ def log_probabilities(oracle: Any, ids: Sequence[int]) -> torch.Tensor:
     return logits.log_softmax(-1).cpu()
 
 
-class Script:
+class ScriptedModel:
     """Makes the model generate these tokens for every request, in any batch.
 
     The next token depends only on the last one, so tokens must be unique.
@@ -199,7 +199,7 @@ def test_stop_token_stops_request_and_may_be_excluded(lm: CausalLM) -> None:
 def test_stop_strings_are_found_across_tokens(
     lm: CausalLM, monkeypatch: pytest.MonkeyPatch, stop: dict[str, Any], text: str, count: int
 ) -> None:
-    script = Script(lm, monkeypatch, [tokens_of(lm, letter)[0] for letter in "abcdefgh"])
+    script = ScriptedModel(lm, monkeypatch, [tokens_of(lm, letter)[0] for letter in "abcdefgh"])
     result, _ = run(lm, request(0, script.prompt, 12, stop=stop), request(1, SHORT, 12))
     assert end_of(result)[:2] == (text, count)
     assert "".join(result.texts) == text
@@ -207,7 +207,7 @@ def test_stop_strings_are_found_across_tokens(
 
 def test_multibyte_characters_are_emitted_when_complete(lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "é日👋"
-    script = Script(lm, monkeypatch, [250, *bytes_of(lm, text)])
+    script = ScriptedModel(lm, monkeypatch, [250, *bytes_of(lm, text)])
     result, other = run(lm, request(0, [250], 20), request(1, [*SHORT, 250], 20))
     for each in (result, other):
         assert end_of(each) == (text, 10, FinishReason.EOS_TOKEN)
@@ -216,7 +216,7 @@ def test_multibyte_characters_are_emitted_when_complete(lm: CausalLM, monkeypatc
 
 
 def test_incomplete_character_is_emitted_at_end(lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    Script(lm, monkeypatch, [250, *tokens_of(lm, "x"), *bytes_of(lm, "日")])
+    ScriptedModel(lm, monkeypatch, [250, *tokens_of(lm, "x"), *bytes_of(lm, "日")])
     (result,) = run(lm, request(0, [250], 3))
     assert end_of(result) == ("x\ufffd", 3, FinishReason.LENGTH)
     assert "".join(result.texts) == "x\ufffd"
@@ -224,7 +224,7 @@ def test_incomplete_character_is_emitted_at_end(lm: CausalLM, monkeypatch: pytes
 
 def test_prompt_with_incomplete_character_is_completed(lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     first, *rest = bytes_of(lm, "é")
-    Script(lm, monkeypatch, [first, *rest])
+    ScriptedModel(lm, monkeypatch, [first, *rest])
     (result,) = run(lm, request(0, [5, first], 4))
     assert end_of(result)[0] == "é"
 
@@ -326,7 +326,7 @@ def test_logit_bias_outside_vocabulary_is_rejected_early(lm: CausalLM) -> None:
         batch_of(lm, request(0), request(1, logit_bias=bias(VOCAB)))
 
 
-def spoil(lm: CausalLM, monkeypatch: pytest.MonkeyPatch, row: int, value: float = math.nan) -> None:
+def set_scores(lm: CausalLM, monkeypatch: pytest.MonkeyPatch, row: int, value: float = math.nan) -> None:
     """Make the scores of one row NaN, or another value."""
     forward = lm.model.forward
 
@@ -342,7 +342,7 @@ def spoil(lm: CausalLM, monkeypatch: pytest.MonkeyPatch, row: int, value: float 
 def test_nan_logits_error_names_request(lm: CausalLM, monkeypatch: pytest.MonkeyPatch, value: float) -> None:
     (expected,) = run(lm, request(0, PROMPT))
     with monkeypatch.context() as patch:
-        spoil(lm, patch, 1, value)
+        set_scores(lm, patch, 1, value)
         batch = batch_of(lm, request(0, PROMPT), request(1, [123, 8]))
         with pytest.raises(LoraxError, match="request 1: the logits are NaN"):
             lm.generate_token(batch)
@@ -357,7 +357,7 @@ def test_nan_logits_leave_batch_unchanged(lm: CausalLM, monkeypatch: pytest.Monk
     driver = Driver(lm)
     batch = driver.start(request(0, PROMPT, 12, stop=ENDLESS), request(1, SHORT, 12, stop=ENDLESS), steps=3)
     with monkeypatch.context() as patch:
-        spoil(lm, patch, 1)
+        set_scores(lm, patch, 1)
         for _ in range(2):
             with pytest.raises(LoraxError, match="request 1: the logits are NaN"):
                 lm.generate_token(batch)
@@ -368,7 +368,7 @@ def test_nan_logits_leave_batch_unchanged(lm: CausalLM, monkeypatch: pytest.Monk
 def test_nan_logits_of_finished_request_are_ignored(lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(lm)
     batch = driver.step(batch_of(lm, request(0, PROMPT, 1), request(1, SHORT, 5, stop=ENDLESS)), keep_finished=True)
-    spoil(lm, monkeypatch, 0)
+    set_scores(lm, monkeypatch, 0)
     while batch is not None:
         batch = driver.step(batch, keep_finished=True)
     assert len(driver.outputs[1].token_ids) == 5

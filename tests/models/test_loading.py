@@ -153,36 +153,48 @@ def test_damaged_generation_config_is_rejected(variant: Variant, text: str) -> N
 # --- Pad and EOS tokens -----------------------------------------------------------------------------------------------
 
 
-def named(pad: int | None = None, eos: Any = None) -> Any:
+def make_special_tokens(pad: int | None = None, eos: Any = None) -> Any:
     return SimpleNamespace(pad_token_id=pad, eos_token_id=eos)
 
 
 @pytest.mark.parametrize(
     ("tokenizer", "config", "pad"),
     [
-        (named(pad=3, eos=4), named(pad=5, eos=6), 3),
-        (named(eos=4), named(pad=5, eos=6), 5),
-        (named(eos=6), named(eos=6), 6),
-        (named(eos=4), named(), 4),
-        (named(), named(eos=[8, 7]), 7),
-        (named(), named(pad=0), 0),
-        (named(pad=100), named(pad=5), 5),
-        (named(pad=100), named(pad=-1, eos=[200, 99]), 99),
+        (make_special_tokens(pad=3, eos=4), make_special_tokens(pad=5, eos=6), 3),
+        (make_special_tokens(eos=4), make_special_tokens(pad=5, eos=6), 5),
+        (make_special_tokens(eos=6), make_special_tokens(eos=6), 6),
+        (make_special_tokens(eos=4), make_special_tokens(), 4),
+        (make_special_tokens(), make_special_tokens(eos=[8, 7]), 7),
+        (make_special_tokens(), make_special_tokens(pad=0), 0),
+        (make_special_tokens(pad=100), make_special_tokens(pad=5), 5),
+        (make_special_tokens(pad=100), make_special_tokens(pad=-1, eos=[200, 99]), 99),
     ],
 )
 def test_pad_token_is_first_token_in_vocabulary(tokenizer: Any, config: Any, pad: int) -> None:
     assert resolve_pad_token(tokenizer, config, 100) == pad
 
 
-@pytest.mark.parametrize(("tokenizer", "config"), [(named(), named()), (named(pad=100, eos=101), named(pad=-1))])
+@pytest.mark.parametrize(
+    ("tokenizer", "config"),
+    [
+        (make_special_tokens(), make_special_tokens()),
+        (make_special_tokens(pad=100, eos=101), make_special_tokens(pad=-1)),
+    ],
+)
 def test_missing_pad_token_error_suggests_fix(tokenizer: Any, config: Any) -> None:
     with pytest.raises(ConfigError, match="set pad_token_id or eos_token_id"):
         resolve_pad_token(tokenizer, config, 100)
 
 
 def test_eos_tokens_are_merged_from_all_sources() -> None:
-    assert eos_token_ids(named(eos=1), named(eos=[2, 3]), named(eos=(3, 4)), named(), None) == {1, 2, 3, 4}
-    assert eos_token_ids(named(eos=-1), named(eos=[-1, 0])) == {0}
+    assert eos_token_ids(
+        make_special_tokens(eos=1),
+        make_special_tokens(eos=[2, 3]),
+        make_special_tokens(eos=(3, 4)),
+        make_special_tokens(),
+        None,
+    ) == {1, 2, 3, 4}
+    assert eos_token_ids(make_special_tokens(eos=-1), make_special_tokens(eos=[-1, 0])) == {0}
 
 
 def test_eos_comes_from_configs_and_tokenizer(variant: Variant) -> None:
@@ -279,7 +291,7 @@ class OwnModel(LlamaForCausalLM):
 
 
 @pytest.fixture
-def strange(variant: Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+def make_remote_code_model(variant: Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     """Create a model with remote code. Return its folder and the file that the code writes."""
     marker = tmp_path / "marker"
     auto_map = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
@@ -290,22 +302,22 @@ def strange(variant: Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return folder, marker
 
 
-def test_remote_code_does_not_run_by_default(strange: tuple[Path, Path]) -> None:
-    folder, marker = strange
+def test_remote_code_does_not_run_by_default(make_remote_code_model: tuple[Path, Path]) -> None:
+    folder, marker = make_remote_code_model
     with pytest.raises(ConfigError, match="trust_remote_code"):
         load(folder)
     assert not marker.exists()
 
 
-def test_trusted_remote_code_runs(strange: tuple[Path, Path]) -> None:
-    folder, marker = strange
+def test_trusted_remote_code_runs(make_remote_code_model: tuple[Path, Path]) -> None:
+    folder, marker = make_remote_code_model
     lm = load(folder, trust_remote_code=True)
     assert type(lm.model).__name__ == "OwnModel"
     assert marker.exists()
     assert run(lm, request(0))[0].end is not None
 
 
-class Planted:
+class FileWriter:
     """An object that writes a file when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
@@ -321,7 +333,7 @@ def test_pickled_code_does_not_run(variant: Variant, tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     torch.save(tensors, folder / "pytorch_model.bin")
     load(folder)  # without code it is an ordinary checkpoint
-    torch.save(tensors | {"planted": Planted(marker)}, folder / "pytorch_model.bin")
+    torch.save(tensors | {"planted": FileWriter(marker)}, folder / "pytorch_model.bin")
     with pytest.raises(WeightsError):
         load(folder)
     assert not marker.exists()

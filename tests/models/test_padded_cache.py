@@ -36,7 +36,7 @@ def buffers_of(past: GrowableCache) -> tuple[torch.Tensor, torch.Tensor]:
     return past.buffers.keys, past.buffers.values
 
 
-def room_of(past: GrowableCache) -> int:
+def num_free_columns(past: GrowableCache) -> int:
     return int(past.buffers.keys.shape[2]) - past.buffers.num_filled
 
 
@@ -44,11 +44,11 @@ def step(rows: int, columns: int = 1) -> LayerCache:
     return torch.randn(rows, HEADS, columns, KEY), torch.randn(rows, HEADS, columns, VALUE)
 
 
-def plain(past: LayerCache) -> LayerCache:
+def clone_layer(past: LayerCache) -> LayerCache:
     return past[0].clone(), past[1].clone()
 
 
-def same(past: LayerCache, expected: LayerCache) -> bool:
+def equal_layers(past: LayerCache, expected: LayerCache) -> bool:
     return all(torch.equal(a, b) for a, b in zip(past, expected, strict=True))
 
 
@@ -69,26 +69,26 @@ def test_cache_is_tuple_of_column_views() -> None:
     assert isinstance(past, tuple)
     assert keys.shape == (2, HEADS, 4, KEY)
     assert values.shape == (2, HEADS, 4, VALUE)
-    assert room_of(past) == 3
+    assert num_free_columns(past) == 3
 
 
 def test_append_within_capacity_does_not_copy() -> None:
     past = make(2, 4, room=3)
-    expected, new = plain(past), step(2, 3)
+    expected, new = clone_layer(past), step(2, 3)
     grown = past.append(*new)
-    assert same(grown, tuple(torch.cat(pair, dim=2) for pair in zip(expected, new, strict=True)))  # type: ignore[arg-type]
+    assert equal_layers(grown, tuple(torch.cat(pair, dim=2) for pair in zip(expected, new, strict=True)))  # type: ignore[arg-type]
     assert storages([grown]) == storages([past])
-    assert room_of(grown) == 0
-    assert same(past, expected)  # the original can be appended to again
+    assert num_free_columns(grown) == 0
+    assert equal_layers(past, expected)  # the original can be appended to again
 
 
 def test_append_beyond_capacity_reallocates() -> None:
     past = make(2, 4, room=1)
-    expected, new = plain(past), step(2, 2)
+    expected, new = clone_layer(past), step(2, 2)
     grown = past.append(*new)
-    assert same(grown, tuple(torch.cat(pair, dim=2) for pair in zip(expected, new, strict=True)))  # type: ignore[arg-type]
+    assert equal_layers(grown, tuple(torch.cat(pair, dim=2) for pair in zip(expected, new, strict=True)))  # type: ignore[arg-type]
     assert storages([grown]).keys().isdisjoint(storages([past]))
-    assert room_of(grown) == MIN_SPARE_COLUMNS
+    assert num_free_columns(grown) == MIN_SPARE_COLUMNS
 
 
 def test_growth_by_single_tokens_rarely_reallocates() -> None:
@@ -133,16 +133,16 @@ def test_deepcopy_is_independent() -> None:
     past = make(2, 4, room=3)
     copied = copy.deepcopy(past)
     assert isinstance(copied, GrowableCache)
-    assert same(copied, past)
-    assert (copied.length, room_of(copied)) == (past.length, room_of(past))
+    assert equal_layers(copied, past)
+    assert (copied.length, num_free_columns(copied)) == (past.length, num_free_columns(past))
     assert storages([copied]).keys().isdisjoint(storages([past]))
     assert {part.untyped_storage().data_ptr() for part in copied} == {
         part.untyped_storage().data_ptr() for part in buffers_of(copied)
     }
-    expected = plain(past)
+    expected = clone_layer(past)
     copied.append(*step(2))
     copied[0].zero_()
-    assert same(past, expected)
+    assert equal_layers(past, expected)
 
 
 def test_copied_batch_continues_independently(zoo: Zoo) -> None:
@@ -163,13 +163,13 @@ def test_copied_batch_continues_independently(zoo: Zoo) -> None:
 def test_selected_rows_are_copied() -> None:
     past = make(8, 6, room=4)
     kept = select_rows(past, [1, 2], 6)
-    assert same(kept, tuple(part[1:3] for part in past))  # type: ignore[arg-type]
+    assert equal_layers(kept, tuple(part[1:3] for part in past))  # type: ignore[arg-type]
     assert storages([kept]).keys().isdisjoint(storages([past]))
 
 
 def test_row_selections_grow_independently() -> None:
     past = make(4, 6, room=4)
-    expected = plain(past)
+    expected = clone_layer(past)
     halves = [select_rows(past, rows, 6) for rows in ([0, 1], [2, 3])]
     new = [step(2) for _ in halves]
     grown = [half.append(*added) for half, added in zip(halves, new, strict=True)]
@@ -200,12 +200,12 @@ def reference_join(pasts: Sequence[LayerCache], length: int) -> LayerCache:
 
 @given(st.data())
 @settings(max_examples=75, derandomize=True, deadline=None, database=None)
-def test_random_operations_equal_plain_copies(data: st.DataObject) -> None:
+def test_random_operations_match_plain_tensor_copies(data: st.DataObject) -> None:
     draw = data.draw
     held: list[tuple[LayerCache, LayerCache]] = []
     for _ in range(draw(st.integers(2, 3))):
         past: LayerCache = make(draw(st.integers(1, 5)), draw(st.integers(1, 20)), draw(st.integers(0, 20)))
-        held.append((past, plain(past)))
+        held.append((past, clone_layer(past)))
     for _ in range(draw(st.integers(1, 12))):
         i = draw(st.integers(0, len(held) - 1))
         past, expected = held[i]
@@ -227,7 +227,7 @@ def test_random_operations_equal_plain_copies(data: st.DataObject) -> None:
             kept = list(range(first, first + count)) if action == "run" else draw(st.permutations(range(rows)))[:count]
             length = draw(st.integers(0, columns))
             held[i] = (select_rows(past, kept, length), reference_select(expected, kept, length))
-        assert all(same(*both) for both in held)  # includes unchanged caches
+        assert all(equal_layers(*both) for both in held)  # includes unchanged caches
 
 
 # --- transformers cache interface -------------------------------------------------------------------------------------
@@ -236,20 +236,20 @@ def test_random_operations_equal_plain_copies(data: st.DataObject) -> None:
 def test_growing_cache_returns_appended_layers() -> None:
     cache, new, more = GrowingCache(None), step(2, 4), step(2)
     assert cache.get_seq_length() == 0
-    assert same(cache.update(*new, 0), new)
+    assert equal_layers(cache.update(*new, 0), new)
     cache.update(*more, 0)
     assert cache.get_seq_length() == 5
     (past,) = cache.layer_caches()
-    assert same(past, tuple(torch.cat(pair, dim=2) for pair in zip(new, more, strict=True)))  # type: ignore[arg-type]
+    assert equal_layers(past, tuple(torch.cat(pair, dim=2) for pair in zip(new, more, strict=True)))  # type: ignore[arg-type]
 
 
 def test_growing_cache_does_not_modify_its_source() -> None:
     past = make(2, 4, room=2)
-    expected, pasts = plain(past), [past]
+    expected, pasts = clone_layer(past), [past]
     cache = GrowingCache(pasts)
     cache.update(*step(2), 0)
     assert pasts == [past]
-    assert same(past, expected)
+    assert equal_layers(past, expected)
     assert cache.layer_caches()[0][0].shape[2] == 5
 
 
@@ -263,7 +263,7 @@ def test_growing_cache_accepts_plain_tensors() -> None:
 # --- Memory -----------------------------------------------------------------------------------------------------------
 
 
-def needed_by(batch: CausalLMBatch) -> int:
+def needed_bytes(batch: CausalLMBatch) -> int:
     """Return the bytes for all rows padded to the longest row, including spare columns."""
     assert batch.past_key_values is not None
     columns = batch.max_input_length - 1
@@ -289,7 +289,7 @@ def join_and_leave(lm: CausalLM, count: int, seed: int) -> tuple[float, float]:
         if batch is not None:
             assert batch.past_key_values is not None
             held = sum(storages(batch.past_key_values).values())
-            worst = max(worst, held / needed_by(batch))
+            worst = max(worst, held / needed_bytes(batch))
             bare = sum(part.nbytes for past in batch.past_key_values for part in past)
             worst_bare = max(worst_bare, held / bare)
     return worst, worst_bare
@@ -318,7 +318,7 @@ def test_prompt_buffers_are_released_after_next_step(name: str, zoo: Zoo) -> Non
     driver = Driver(zoo.served(name))
     batch = driver.steps(driver.start(request(0, [5] * 60), request(1, [5] * 60)), 1)
     assert batch.past_key_values is not None
-    assert sum(storages(batch.past_key_values).values()) <= needed_by(batch) * 1.1
+    assert sum(storages(batch.past_key_values).values()) <= needed_bytes(batch) * 1.1
 
 
 def test_concatenate_releases_source_layer_by_layer(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,8 +216,8 @@ def test_unsupported_model_type_is_rejected_before_weights(tmp_path: Path, model
     ("model_type", "relatives"),
     [
         ("gemma3n", ["gemma", "gemma2", "gemma3_text"]),
-        ("qwen3_moe", ["qwen2", "qwen3"]),
-        ("mixtral", ["mistral"]),
+        ("qwen3_next", ["qwen2", "qwen2_moe", "qwen3", "qwen3_moe"]),
+        ("mistral4", ["mistral"]),
         ("phimoe", ["phi"]),
         ("LLAMA", ["llama"]),
         ("from_the_future", []),
@@ -292,7 +292,7 @@ def test_remote_code_prompt_is_never_shown(edited: Callable[..., Path], monkeypa
 # --- Unsupported config fields
 
 
-def test_invalid_numbers_are_rejected_with_field(edited: Callable[..., Path]) -> None:
+def test_error_names_field_with_invalid_number(edited: Callable[..., Path]) -> None:
     with pytest.raises(ConfigError, match="num_key_value_heads = 3"):
         get_model(ModelConfig(edited(num_key_value_heads=3)))
 
@@ -370,7 +370,7 @@ def test_non_positive_counts_are_rejected(edited: Callable[..., Path], field: st
         get_model(ModelConfig(edited(**{field: value})))
 
 
-def test_counts_are_checked_under_alias_names(gpt2: Path, tmp_path: Path) -> None:
+def test_aliased_config_fields_are_validated(gpt2: Path, tmp_path: Path) -> None:
     config = json.loads((gpt2 / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "n_layer": -1}))
     with pytest.raises(ConfigError, match=r"config field num_hidden_layers must be a positive integer \(got -1\)"):
@@ -384,7 +384,7 @@ def test_counts_are_checked_under_alias_names(gpt2: Path, tmp_path: Path) -> Non
         {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": None}},
     ],
 )
-def test_null_equals_missing_field(llama: Path, edited: Callable[..., Path], fields: dict[str, Any]) -> None:
+def test_null_is_treated_as_missing_field(llama: Path, edited: Callable[..., Path], fields: dict[str, Any]) -> None:
     drivers = [PagedDriver(get_model(ModelConfig(folder))) for folder in (llama, edited(**fields))]
     plain, ours = (driver.forward([(driver.add(), [5, 17, 3, 60])])[0] for driver in drivers)
     assert torch.equal(ours, plain)

@@ -13,22 +13,29 @@ from transformers import (
     Gemma3TextConfig,
     GemmaConfig,
     Glm4Config,
+    Glm4MoeConfig,
     GlmConfig,
     GPT2Config,
     GPTBigCodeConfig,
     GPTJConfig,
     GPTNeoXConfig,
+    GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     MptConfig,
     NemotronConfig,
     Olmo2Config,
+    OlmoeConfig,
     OPTConfig,
     Phi3Config,
     PhiConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
     StableLmConfig,
     Starcoder2Config,
@@ -52,6 +59,9 @@ BLOOM = {"vocab_size": VOCAB, "hidden_size": 512, "n_layer": 2, "n_head": 4}
 MPT: dict[str, Any] = {"vocab_size": VOCAB, "d_model": 384, "n_heads": 6, "n_layers": 2, "max_seq_len": 512}
 FALCON = SIZES | {"hidden_size": 512, "num_attention_heads": 8}
 MANY_HEADS = GPT2 | {"n_embd": 1280, "n_head": 20}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
+LOCAL_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 128}
+GLM_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 
 MODELS = {
     "llama-gqa-64": Variant(LlamaConfig, GATED | {"num_hidden_layers": 3}),
@@ -90,6 +100,15 @@ MODELS = {
     "falcon-64": Variant(FalconConfig, FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "bloom-128": Variant(BloomConfig, BLOOM),
     "mpt-64": Variant(MptConfig, MPT),
+    "mixtral-128": Variant(MixtralConfig, GATED_128 | LOCAL_EXPERTS),
+    "qwen2moe-64": Variant(Qwen2MoeConfig, GATED | EXPERTS | {"shared_expert_intermediate_size": 256}),
+    "qwen3moe-128": Variant(Qwen3MoeConfig, GATED_128 | EXPERTS),
+    "olmoe-64": Variant(OlmoeConfig, GATED | EXPERTS | {"intermediate_size": 128}),
+    "granitemoe-64": Variant(GraniteMoeConfig, GRANITE | LOCAL_EXPERTS),
+    "gptoss-64": Variant(GptOssConfig, GATED | LOCAL_EXPERTS | BY_LAYER | rope("default")),
+    "glm4moe-128": Variant(
+        Glm4MoeConfig, GATED_128 | GLM_EXPERTS | rope("default", partial_rotary_factor=0.5) | {"use_qk_norm": True}
+    ),
 }  # fmt: skip
-# Hopper attention supports neither ALiBi nor more than 16 query heads per key head. These models use Triton.
-LEFT_TO_TRITON = ("bigcode-64", "bloom-128", "mpt-64")
+# Hopper attention supports neither ALiBi, sinks nor more than 16 query heads per key head. These models use Triton.
+LEFT_TO_TRITON = ("bigcode-64", "bloom-128", "mpt-64", "gptoss-64")

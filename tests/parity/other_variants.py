@@ -14,15 +14,22 @@ from transformers import (
     Gemma3TextConfig,
     GemmaConfig,
     Glm4Config,
+    Glm4MoeConfig,
     GlmConfig,
     GPTBigCodeConfig,
     GPTJConfig,
+    GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
+    MixtralConfig,
     MptConfig,
     NemotronConfig,
     Olmo2Config,
+    OlmoeConfig,
     Phi3Config,
     PhiConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
     SmolLM3Config,
     StableLmConfig,
     Starcoder2Config,
@@ -53,11 +60,50 @@ GRANITE: dict[str, Any] = GQA | {
     "logits_scaling": 2.0,
 }
 SMOLLM3 = GQA | {"tie_word_embeddings": False, "no_rope_layers": [1, 0, 1]}
+MIXTRAL = GQA | {"num_local_experts": 6, "num_experts_per_tok": 3}
+MIXTURE = GQA | {
+    "head_dim": 16,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+}
+
+QWEN2_MIXTURE = {name: value for name, value in MIXTURE.items() if name != "head_dim"}
+QWEN2_MIXTURE |= {"shared_expert_intermediate_size": 40, "qkv_bias": True}
+GLM_MIXTURE: dict[str, Any] = GQA | {
+    "head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "use_qk_norm": True,
+}
+
+GPT_OSS: dict[str, Any] = (
+    GQA
+    | {
+        "head_dim": 16,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 24,
+        "sliding_window": 5,
+        "swiglu_limit": 1.0,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    }
+    | rope("default")
+)
 
 PARTIAL = rope("default", partial_rotary_factor=0.5)
 WHOLE = rope("default", partial_rotary_factor=1.0)
 PHI = GQA | {"hidden_size": 64} | PARTIAL
 GLM = GQA | {"head_dim": 16} | PARTIAL
+GLM_MIXTURE |= PARTIAL
 YARN = rope("yarn", factor=4.0, original_max_position_embeddings=32, partial_rotary_factor=0.5)
 COHERE = GQA | {"logit_scale": 0.5, "layer_norm_eps": 1e-5}
 GPTJ = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128, "rotary_dim": 8}
@@ -211,6 +257,69 @@ OTHER_VARIANTS = {
         GQA | {"sliding_window": None, "layer_types": ["full_attention"] * 3} | rope("default", rope_theta=500.0),
         off=rope("default"),
     ),
+    "mixtral": Variant(MixtralConfig, MIXTRAL, off={"num_experts_per_tok": 2}),
+    "mixtral-window": Variant(MixtralConfig, MIXTRAL | {"sliding_window": 6}, off={"sliding_window": None}),
+    "qwen3moe": Variant(Qwen3MoeConfig, MIXTURE, off={"num_experts_per_tok": 2}),
+    "qwen3moe-unnormalized": Variant(Qwen3MoeConfig, MIXTURE | {"norm_topk_prob": False}, off={"norm_topk_prob": True}),
+    "qwen3moe-router": Variant(Qwen3MoeConfig, MIXTURE, spoil=(r"mlp\.gate\.weight", 0.0)),
+    "qwen3moe-dense-layers": Variant(
+        Qwen3MoeConfig,
+        MIXTURE | {"mlp_only_layers": [0], "decoder_sparse_step": 2, "attention_bias": True},
+        off={"attention_bias": False},
+    ),
+    "qwen3moe-window": Variant(
+        Qwen3MoeConfig, MIXTURE | {"use_sliding_window": True, "sliding_window": 5}, off={"sliding_window": None}
+    ),
+    "qwen2moe": Variant(Qwen2MoeConfig, QWEN2_MIXTURE, off={"num_experts_per_tok": 2}),
+    "qwen2moe-shared": Variant(
+        Qwen2MoeConfig,
+        QWEN2_MIXTURE | {"norm_topk_prob": False, "mlp_only_layers": [1]},
+        spoil=(r"shared_expert_gate", 0.0),
+    ),
+    "qwen2moe-no-bias": Variant(Qwen2MoeConfig, QWEN2_MIXTURE | {"qkv_bias": False}, off={"qkv_bias": True}),
+    "olmoe": Variant(
+        OlmoeConfig,
+        GQA | {"num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24, "norm_topk_prob": False},
+        off={"norm_topk_prob": True},
+    ),
+    "olmoe-head-norms": Variant(
+        OlmoeConfig,
+        GQA | {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True, "attention_bias": True},
+        spoil=(r"[qk]_norm\.weight", 1.0),
+    ),
+    "granitemoe": Variant(
+        GraniteMoeConfig,
+        GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 3},
+        off={"num_experts_per_tok": 2},
+    ),
+    "granitemoe-residual": Variant(
+        GraniteMoeConfig,
+        GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2},
+        off={"residual_multiplier": 1.0},
+    ),
+    "gptoss": Variant(GptOssConfig, GPT_OSS, spoil=(r"sinks", -30.0)),
+    "gptoss-window": Variant(
+        GptOssConfig, GPT_OSS | {"attention_bias": False}, off={"layer_types": ["full_attention"] * 3}
+    ),
+    "gptoss-clamp": Variant(GptOssConfig, GPT_OSS, off={"swiglu_limit": 50.0}),
+    "gptoss-yarn": Variant(
+        GptOssConfig,
+        GPT_OSS
+        | rope("yarn", factor=4.0, original_max_position_embeddings=32, truncate=False, beta_fast=32.0, beta_slow=1.0),
+        off=NO_SCALING,
+    ),
+    "gptoss-biases": Variant(GptOssConfig, GPT_OSS, spoil=(r"proj_bias", 0.0)),
+    "glm4moe": Variant(Glm4MoeConfig, GLM_MIXTURE, off={"topk_group": 4}),
+    "glm4moe-bias": Variant(
+        Glm4MoeConfig,
+        GLM_MIXTURE | {"n_group": 1, "topk_group": 1, "use_qk_norm": False, "attention_bias": True},
+        spoil=(r"e_score_correction_bias", 0.0),
+    ),
+    "glm4moe-scale": Variant(
+        Glm4MoeConfig, GLM_MIXTURE | {"norm_topk_prob": False}, off={"routed_scaling_factor": 1.0}
+    ),
+    "glm4moe-head-norms": Variant(Glm4MoeConfig, GLM_MIXTURE, spoil=(r"[qk]_norm\.weight", 1.0)),
+    "glm4moe-shared": Variant(Glm4MoeConfig, GLM_MIXTURE, spoil=(r"shared_experts\.down_proj", 0.0)),
 }
 # These models store norm weights minus one.
 OTHER_VARIANTS |= {

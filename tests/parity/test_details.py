@@ -1,5 +1,6 @@
 """Behavior of single architectures beyond logits."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.parity.oracle import oracle_logits
 from tests.parity.variant import GQA, rope
 from tests.parity.variants import VARIANTS, checkpoint, make_oracle, make_weights
 
+CPU = torch.device("cpu")
 IDS = [5, 9, 33, 60, 7, 7, 81, 12, 3, 44, 90, 96]
 
 
@@ -196,12 +198,62 @@ def test_neox_checkpoint_with_embed_out_loads(name: str, tmp_path: Path, device:
 
 
 @pytest.mark.parametrize(
+    ("name", "stored"),
+    [
+        ("mixtral", "model.layers.0.block_sparse_moe.experts.5.w3.weight"),
+        ("qwen3moe", "model.layers.0.mlp.experts.5.up_proj.weight"),
+        ("granitemoe", "model.layers.0.block_sparse_moe.input_linear.weight"),
+        ("glm4moe", "model.layers.1.mlp.experts.5.up_proj.weight"),
+    ],
+)
+def test_published_checkpoints_of_mixtures_load(name: str, stored: str, tmp_path: Path, device: torch.device) -> None:
+    """transformers saves the names of published checkpoints, which differ from the names of its parameters."""
+    oracle = make_oracle(name).to(device)
+    oracle.save_pretrained(tmp_path, max_shard_size="30KB")
+    assert stored in json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    model = get_model(ModelConfig(tmp_path, dtype="float32", device=device.type))
+    driver = PagedDriver(model)
+    with torch.no_grad():
+        expected = oracle(torch.tensor([IDS], device=device)).logits[0]
+    assert (driver.forward([(driver.add(), IDS)])[0] - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantized_experts_do_not_depend_on_the_form_of_the_checkpoint(bits: int, tmp_path: Path) -> None:
+    name, settings = "qwen3moe", {"moe_intermediate_size": 32}
+    config = VARIANTS[name].config_class(**VARIANTS[name].settings | settings)
+    torch.manual_seed(0)
+    oracle: Any = AutoModelForCausalLM.from_config(config).eval()
+    oracle.save_pretrained(tmp_path)
+    logits = []
+    for tensors in (dict(oracle.state_dict()), load_file(tmp_path / "model.safetensors")):
+        placement: Any = {"device": CPU, "dtype": torch.float32, "process_group": FakeGroup(), "ops": select_ops(CPU)}
+        model = build_model(config, Weights(tensors, **placement, quantize_bits=bits))
+        driver = PagedDriver(model)
+        logits.append(driver.forward([(driver.add(), IDS)])[0])
+    assert torch.equal(*logits)
+    with torch.no_grad():
+        expected = oracle(torch.tensor([IDS])).logits[0]
+    assert 1e-4 < (logits[0] - expected).abs().max() < 0.3 * expected.abs().max()
+
+
+def test_indivisible_experts_are_rejected() -> None:
+    weights = make_weights(checkpoint("qwen3moe", make_oracle("qwen3moe")), torch.device("cpu"), FakeGroup(0, 4))
+    config = VARIANTS["qwen3moe"].config()
+    config.moe_intermediate_size = 26
+    with pytest.raises(ConfigError, match="moe_intermediate_size = 26 is not divisible by 4 tensor-parallel ranks"):
+        build_model(config, weights)
+
+
+@pytest.mark.parametrize(
     ("name", "fields"),
     [
         ("mistral-window", {"attention_bias": True, "mlp_bias": True}),
         ("qwen2-bias", {"attention_bias": True, "mlp_bias": True}),
         ("qwen3-head-norm", {"mlp_bias": True}),
         ("glm4", {"mlp_bias": True}),
+        ("mixtral", {"attention_bias": True, "mlp_bias": True, "moe_intermediate_size": 7}),
+        ("qwen3moe", {"mlp_bias": True, "shared_expert_intermediate_size": 7}),
         ("neox-parallel", {"partial_rotary_factor": 0.75}),  # the value in rope_parameters takes precedence
     ],
 )
@@ -232,6 +284,8 @@ MPT_FIELDS = ("clip_qkv", "qk_ln", "prefix_lm")
         ("mpt", {"attn_config": {"alibi": False}}, "attn_config.alibi = false"),
         ("mpt", {"logit_scale": "inv_sqrt_d_model"}, "logit_scale = 'inv_sqrt_d_model'"),
         ("mpt", {"no_bias": False}, "no_bias = false"),
+        ("qwen3moe", {"num_experts_per_tok": 7}, "must be between 1 and the number of experts, 6"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0 is not supported"),
     ],
 )
 def test_unsupported_values_are_rejected(name: str, fields: dict[str, Any], message: str) -> None:

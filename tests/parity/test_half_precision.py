@@ -61,7 +61,7 @@ MAX_ERROR_RATIO = 1.5  # ratio to transformers' error
 MIN_ERROR = 1e-3  # relative to the largest logit
 
 
-class Watched:
+class CountingKernel:
     """Wraps a kernel and counts its launches and fallbacks."""
 
     def __init__(self, kernel: Any) -> None:
@@ -125,20 +125,20 @@ def pair(request: pytest.FixtureRequest, ops: Ops) -> Pair:
 
 
 @pytest.fixture
-def watched(ops: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Watched, Watched]:
+def counted_kernels(ops: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[CountingKernel, CountingKernel]:
     """Watch the decode and prefill attention kernels."""
     assert type(ops).__name__ == "HopperOps"
-    decode, prefill = Watched(ops._decode), Watched(ops._prefill)
+    decode, prefill = CountingKernel(ops._decode), CountingKernel(ops._prefill)
     monkeypatch.setattr(ops, "_decode", decode)
     monkeypatch.setattr(ops, "_prefill", prefill)
     return decode, prefill
 
 
 @pytest.fixture
-def best_kernels(watched: tuple[Watched, Watched], pair: Pair) -> Iterator[None]:
+def best_kernels(counted_kernels: tuple[CountingKernel, CountingKernel], pair: Pair) -> Iterator[None]:
     """Check that Hopper's kernels ran all attention, or none if they do not support the model."""
     yield
-    for kernel in watched:
+    for kernel in counted_kernels:
         if pair.name in LEFT_TO_TRITON:
             assert not kernel.launches
         else:
@@ -300,7 +300,9 @@ def test_greedy_tokens_match_transformers(pair: Pair, record_property: Any) -> N
     assert compared > 100
 
 
-def test_float8_cache_error_is_bounded(ops: Ops, watched: tuple[Watched, Watched], record_property: Any) -> None:
+def test_float8_cache_error_is_bounded(
+    ops: Ops, counted_kernels: tuple[CountingKernel, CountingKernel], record_property: Any
+) -> None:
     """The error is at most the sum of the float8 and half precision errors, with fused kernels and plain torch."""
     pair = Pair("llama-gqa-64", BF16, ops)
     scales = [(0.01 * (layer + 1), 0.02 * (layer + 1)) for layer in range(3)]
@@ -310,7 +312,7 @@ def test_float8_cache_error_is_bounded(ops: Ops, watched: tuple[Watched, Watched
     assert models[0].kv_dtype == torch.float8_e4m3fn
     rows = make_rows()
     ours, plain = (run_batches(model, rows) for model in models)
-    decode, prefill = watched
+    decode, prefill = counted_kernels
     assert decode.launches
     assert not decode.num_unsupported
     assert prefill.num_unsupported  # the prefill kernel does not support float8 caches

@@ -63,11 +63,13 @@ def test_batch_of_adapters_equals_merged_models(name: str, device: torch.device)
 
 
 @pytest.mark.parametrize("name", slow_except(QUICK, NAMES))
-def test_every_matrix_is_a_target(name: str) -> None:
+def test_every_weight_matrix_is_a_lora_target(name: str) -> None:
     """Every linear layer that PEFT can train is an adapter target."""
     oracle = make_oracle(name)
     model = build_model(VARIANTS[name].config(), make_weights(checkpoint(name, oracle), torch.device("cpu")))
-    linears = {n for n, m in oracle.named_modules() if isinstance(m, nn.Linear | Conv1D)}
+    linears = {
+        n for n, m in oracle.named_modules() if isinstance(m, nn.Linear | Conv1D) or "Router" in type(m).__name__
+    }
     targets = collect_adapter_targets(model)
     assert {name for name, target in targets.items() if target.kind in (TargetKind.LINEAR, TargetKind.HEAD)} == linears
     embeddings = [target.name for target in targets.values() if target.kind is TargetKind.EMBEDDING]
@@ -76,7 +78,7 @@ def test_every_matrix_is_a_target(name: str) -> None:
     assert {target.name for target in targets.values() if target.kind is TargetKind.NORM} == norms
 
 
-def test_head_rows_keep_their_adapter(device: torch.device) -> None:
+def test_selected_lm_head_rows_use_their_adapter(device: torch.device) -> None:
     """`lm_head_indices` selects rows from the batch. The head uses each row's adapter."""
     oracle = make_oracle("llama-gqa").to(device)
     model = build_model(VARIANTS["llama-gqa"].config(), make_weights(checkpoint("llama-gqa", oracle), device))

@@ -33,6 +33,9 @@ OLD_CONFIGS: dict[str, dict[str, Any]] = {
     "phi": {"rope_parameters": None, "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     "glm4": {"rope_parameters": None, "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     "gptj": {},
+    "mixtral": {"rope_parameters": None, "rope_theta": 1000000.0},
+    "qwen3moe": {"rope_parameters": None, "rope_theta": 10000.0},
+    "glm4moe": {"rope_parameters": None, "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
 }
 
 

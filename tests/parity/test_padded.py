@@ -50,7 +50,7 @@ def positions(mask: torch.Tensor) -> torch.Tensor:
     return (mask.cumsum(1) - 1).clamp(min=0)
 
 
-def accepted(model: Any, **inputs: Any) -> dict[str, Any]:
+def drop_unused_positions(model: Any, **inputs: Any) -> dict[str, Any]:
     """Drop positions for OPT, which computes them from the mask."""
     if isinstance(model, OPTForCausalLM):
         inputs.pop("position_ids", None)
@@ -64,7 +64,9 @@ def test_left_padded_batch_matches_single_requests_in_transformers(name: str, de
     _, model = make_pair(name, device)
     lengths = [13, 4, 9]
     ids, mask = left_padded(lengths, device)
-    out = model(**accepted(model, input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=True))
+    out = model(
+        **drop_unused_positions(model, input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=True)
+    )
     # Length-dependent angles also follow each row's length in padded batches, and change as it grows.
     steps = 3 if "dynamic" in name else 20
     got, fed = [out.logits], ids
@@ -72,7 +74,7 @@ def test_left_padded_batch_matches_single_requests_in_transformers(name: str, de
         token = torch.randint(3, 97, (3, 1), device=device)
         fed, mask = torch.cat([fed, token], 1), torch.cat([mask, torch.ones_like(token)], 1)
         out = model(
-            **accepted(
+            **drop_unused_positions(
                 model,
                 input_ids=token,
                 attention_mask=mask,
@@ -97,7 +99,7 @@ def test_padded_logits_match_paged_logits(name: str, device: torch.device) -> No
     oracle, padded = make_pair(name, device)
     paged = PagedDriver(build_model(VARIANTS[name].config(), make_weights(checkpoint(name, oracle), device)))
     ids, mask = left_padded([12, 7], device)
-    out = padded(**accepted(padded, input_ids=ids, attention_mask=mask, position_ids=positions(mask)))
+    out = padded(**drop_unused_positions(padded, input_ids=ids, attention_mask=mask, position_ids=positions(mask)))
     rows = [ids[0].tolist(), ids[1, 5:].tolist()]
     first, second = paged.forward([(paged.add(), rows[0]), (paged.add(), rows[1])])
     assert (out.logits[0] - first).abs().max() < TOLERANCE

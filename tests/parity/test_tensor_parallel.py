@@ -25,9 +25,9 @@ ADAPTERS = [2, 0, 1]
 PADDED = ("neox-parallel", "neox-sequential", "opt-pre-norm", "opt-350m-like")
 
 
-def run_paged(group: ProcessGroup, name: str, stored: bytes) -> torch.Tensor:
+def run_paged(group: ProcessGroup, name: str, stored_tensors: bytes) -> torch.Tensor:
     """Run a batch of two adapters and the base model: one prefill and three steps of decode."""
-    model = build_model(VARIANTS[name].config(), make_weights(load(stored), CPU, group))
+    model = build_model(VARIANTS[name].config(), make_weights(load(stored_tensors), CPU, group))
     targets = collect_adapter_targets(model)
     adapters = [(random_factors(targets, 2, 0), 0.5), (random_factors(targets, 5, 1), 0.2)]
     arena = make_arena(targets, adapters, CPU)
@@ -40,9 +40,9 @@ def run_paged(group: ProcessGroup, name: str, stored: bytes) -> torch.Tensor:
 
 
 @torch.no_grad()
-def run_padded(group: ProcessGroup, name: str, stored: bytes) -> torch.Tensor:
+def run_padded(group: ProcessGroup, name: str, stored_tensors: bytes) -> torch.Tensor:
     config = VARIANTS[name].config()
-    weights = make_weights(load(stored), CPU, group)
+    weights = make_weights(load(stored_tensors), CPU, group)
     model: Any = {"gpt_neox": GPTNeoxForCausalLM, "opt": OPTForCausalLM}[config.model_type](config, weights)
     ids = torch.tensor([ROWS[0], ROWS[0][::-1]])
     mask = torch.linspace(0.1, 1.0, 12).view(3, 4)
@@ -51,20 +51,20 @@ def run_padded(group: ProcessGroup, name: str, stored: bytes) -> torch.Tensor:
     return torch.cat([first.logits, second.logits], 1)
 
 
-def limit(logits: torch.Tensor) -> torch.Tensor:
+def tolerance(logits: torch.Tensor) -> torch.Tensor:
     """Return 1e-5 of the largest logit: an adapter makes some logits large."""
     return 1e-5 * logits.abs().max().clamp(min=1)
 
 
 @pytest.fixture(scope="module")
-def stored(name: str) -> bytes:
+def stored_tensors(name: str) -> bytes:
     """Save the variant's tensors once, because ranks read them faster than they create them."""
     return save(checkpoint(name, make_oracle(name)))
 
 
 @pytest.fixture(scope="module")
-def alone(name: str, stored: bytes) -> torch.Tensor:
-    return run_paged(FakeGroup(), name, stored)
+def single_rank_logits(name: str, stored_tensors: bytes) -> torch.Tensor:
+    return run_paged(FakeGroup(), name, stored_tensors)
 
 
 # One variant for each way to divide matrices over ranks.
@@ -74,19 +74,21 @@ QUICK = ("llama-gqa", "gpt2", "neox-parallel", "opt-pre-norm", "falcon", "bloom"
 @pytest.mark.parametrize("size", slow_except(GROUP_SIZES[:1], GROUP_SIZES))
 @pytest.mark.parametrize("name", slow_except(QUICK, VARIANTS), scope="module")
 def test_sharded_paged_model_matches_one_rank(
-    name: str, size: int, stored: bytes, alone: torch.Tensor, ranks: RankPool
+    name: str, size: int, stored_tensors: bytes, single_rank_logits: torch.Tensor, ranks: RankPool
 ) -> None:
-    for logits in ranks.run(size, run_paged, name, stored):
-        assert logits.shape == alone.shape
-        assert (logits - alone).abs().max() < (TOLERANCE[name] if "fp8" in name else limit(alone))
+    for logits in ranks.run(size, run_paged, name, stored_tensors):
+        assert logits.shape == single_rank_logits.shape
+        assert (logits - single_rank_logits).abs().max() < (
+            TOLERANCE[name] if "fp8" in name else tolerance(single_rank_logits)
+        )
 
 
 @pytest.mark.parametrize("size", slow_except(GROUP_SIZES[-1:], GROUP_SIZES))
 @pytest.mark.parametrize("name", slow_except(QUICK, PADDED), scope="module")
-def test_sharded_padded_model_matches_one_rank(name: str, size: int, stored: bytes, ranks: RankPool) -> None:
-    alone = run_padded(FakeGroup(), name, stored)
-    for logits in ranks.run(size, run_padded, name, stored):
-        assert (logits - alone).abs().max() < limit(alone)
+def test_sharded_padded_model_matches_one_rank(name: str, size: int, stored_tensors: bytes, ranks: RankPool) -> None:
+    single_rank_logits = run_padded(FakeGroup(), name, stored_tensors)
+    for logits in ranks.run(size, run_padded, name, stored_tensors):
+        assert (logits - single_rank_logits).abs().max() < tolerance(single_rank_logits)
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,9 @@ def _build_oracle(name: str, spread: float) -> tuple[Any, torch.Tensor]:
         parameter.normal_(0, spread)
         if parameter.dim() == 1 and parameter_name.endswith("weight"):
             parameter.add_(VARIANTS[name].norm_mean)
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("e_score_correction_bias"):
+            buffer.normal_(0, spread)
     return model, torch.get_rng_state()
 
 

@@ -51,7 +51,7 @@ def ops(request: pytest.FixtureRequest, device: torch.device) -> Ops:
     return reference if request.param == "torch" else select_ops(device)
 
 
-def to(device: torch.device, value: Any) -> Any:
+def move_to(device: torch.device, value: Any) -> Any:
     return type(value)(*(each.to(device) for each in value))
 
 
@@ -78,11 +78,11 @@ def check_row(found: Sampled, row: int, expected: Sampled, logprob: float | None
 def test_disallowed_tokens_have_no_probability(vocab: int, beyond: int, ops: Ops, device: torch.device) -> None:
     rows = make_rows()
     logits, history, allowed = make_batch(vocab, len(rows))
-    history, sampler = to(device, history), Sampler(rows, vocab, device, ops)
+    history, sampler = move_to(device, history), Sampler(rows, vocab, device, ops)
     plain = sampler(logits.to(device), history)
     for masked in ([*range(len(rows))], [*range(len(rows))[::-2]], [4], [0, 8]):
         words = pack(allowed[masked], beyond)
-        found = sampler(logits.to(device), history, to(device, TokenMasks(torch.tensor(masked), words)))
+        found = sampler(logits.to(device), history, move_to(device, TokenMasks(torch.tensor(masked), words)))
         changed = logits.clone()
         changed[masked] = torch.where(torch.from_numpy(allowed[masked]), logits[masked], -math.inf)
         expected = sampler(changed.to(device), history)
@@ -99,9 +99,9 @@ def test_masks_do_not_change_bits_of_other_rows(ops: Ops, device: torch.device) 
     drawn = SamplingParams(do_sample=True, temperature=2.0, top_p=0.99, raw_logprobs=True)
     rows = [SequenceSampling(replace(drawn, seed=seed)) for seed in range(40)]
     logits, history, allowed = make_batch(5000, len(rows))
-    sampler, history = Sampler(rows, 5000, device, ops), to(device, history)
+    sampler, history = Sampler(rows, 5000, device, ops), move_to(device, history)
     plain = sampler(logits.to(device), history)
-    found = sampler(logits.to(device), history, to(device, TokenMasks(torch.tensor([7]), pack(allowed[7:8], 0))))
+    found = sampler(logits.to(device), history, move_to(device, TokenMasks(torch.tensor([7]), pack(allowed[7:8], 0))))
     others = [row for row in range(len(rows)) if row != 7]
     assert torch.equal(found.token_ids[others], plain.token_ids[others])
     assert torch.equal(found.logprobs[others].view(torch.int32), plain.logprobs[others].view(torch.int32))
@@ -114,8 +114,8 @@ def test_masks_of_any_width_match_reference(count: int, ops: Ops, device: torch.
     allowed[:] = False
     for row in range(len(rows)):
         allowed[row, np.random.default_rng(row).choice(vocab, count, replace=False)] = True
-    masks = to(device, TokenMasks(torch.arange(len(rows)), pack(allowed, 0)))
-    history = to(device, history)
+    masks = move_to(device, TokenMasks(torch.arange(len(rows)), pack(allowed, 0)))
+    history = move_to(device, history)
     found = Sampler(rows, vocab, device, ops)(logits.to(device), history, masks)
     expected = GeneralSampler(rows, vocab, device)(logits.to(device), history, masks)
     assert found.token_ids.tolist() == expected.token_ids.tolist()
@@ -126,7 +126,7 @@ def test_greedy_rows_with_masks_need_no_history(ops: Ops, device: torch.device) 
     logits, _, allowed = make_batch(100, 3)
     sampler = Sampler([SequenceSampling(SamplingParams())] * 3, 100, device, ops)
     masks = TokenMasks(torch.tensor([2, 0]), pack(allowed[[2, 0]], 1))
-    found = sampler(logits.to(device), None, to(device, masks)).token_ids.tolist()
+    found = sampler(logits.to(device), None, move_to(device, masks)).token_ids.tolist()
     best = np.where(allowed, logits.numpy(), -np.inf).argmax(-1).tolist()
     assert found == [best[0], int(logits[1].argmax()), best[2]]
 
@@ -135,7 +135,7 @@ def test_empty_mask_gives_token_with_nan_logprob(ops: Ops, device: torch.device)
     rows = [row for row in make_rows() if not row.params.raw_logprobs]
     logits, history, _ = make_batch(70, len(rows))
     masks = TokenMasks(torch.tensor([*range(len(rows))]), torch.zeros(len(rows), 3, dtype=torch.int32))
-    found = Sampler(rows, 70, device, ops)(logits.to(device), to(device, history), to(device, masks))
+    found = Sampler(rows, 70, device, ops)(logits.to(device), move_to(device, history), move_to(device, masks))
     assert all(0 <= token < 70 for token in found.token_ids.tolist())
     assert bool(found.logprobs.isnan().all())
 

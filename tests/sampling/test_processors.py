@@ -35,7 +35,7 @@ INF = math.inf
 VOCABS = [1, 2, 7, 257, 5003]
 
 
-def hard_scores(vocab: int, device: torch.device, seed: int = 0) -> torch.Tensor:
+def edge_case_scores(vocab: int, device: torch.device, seed: int = 0) -> torch.Tensor:
     """Create score rows with edge cases for the processors."""
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(14, vocab, generator=generator)
@@ -66,7 +66,7 @@ def processed_one_by_one(
     )
 
 
-def of_each(scores: torch.Tensor, value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def repeat_for_rows(scores: torch.Tensor, value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.full((len(scores),), value, dtype=dtype, device=scores.device)
 
 
@@ -83,16 +83,16 @@ def is_at_least_one_left(scores: torch.Tensor) -> bool:
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("temperature", [1e-4, 0.1, 0.7, 1.0, 1.3, 100.0])
 def test_temperature_matches_transformers(vocab: int, temperature: float, device: torch.device) -> None:
-    scores = hard_scores(vocab, device)
+    scores = edge_case_scores(vocab, device)
     expected = processed_one_by_one(scores, TemperatureLogitsWarper(temperature))
-    check(apply_temperature(scores.clone(), of_each(scores, temperature)), expected)
+    check(apply_temperature(scores.clone(), repeat_for_rows(scores, temperature)), expected)
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("k", [1, 2, 3, 50, 256, 257, 5002, 5003, 10**6])
 def test_top_k_matches_transformers(vocab: int, k: int, device: torch.device) -> None:
-    scores = hard_scores(vocab, device)
-    counts = of_each(scores, min(k, vocab), torch.int64)
+    scores = edge_case_scores(vocab, device)
+    counts = repeat_for_rows(scores, min(k, vocab), torch.int64)
     expected = processed_one_by_one(scores, TopKLogitsWarper(k))
     check(keep_top_k(scores.clone(), counts, min(k, vocab)), expected)
 
@@ -100,8 +100,8 @@ def test_top_k_matches_transformers(vocab: int, k: int, device: torch.device) ->
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("p", [1e-30, 1e-6, 0.1, 0.25, 0.5, 0.75, 0.9, 0.999, 1 - 1e-7])
 def test_top_p_matches_transformers(vocab: int, p: float, device: torch.device) -> None:
-    scores = hard_scores(vocab, device)
-    found = keep_top_p(scores.clone(), of_each(scores, 1 - p))
+    scores = edge_case_scores(vocab, device)
+    found = keep_top_p(scores.clone(), repeat_for_rows(scores, 1 - p))
     expected = processed_one_by_one(scores, TopPLogitsWarper(p))
     check(found.sort(-1).values, expected.sort(-1).values)  # transformers may keep any of several equal tokens
     assert torch.equal(found[found > -INF], scores[found > -INF])
@@ -110,19 +110,19 @@ def test_top_p_matches_transformers(vocab: int, p: float, device: torch.device) 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9, 0.999])
 def test_top_p_candidate_search_matches_full_sort(p: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    scores = torch.cat([hard_scores(5003, torch.device("cpu")), torch.randn(8, 5003) * 4])
+    scores = torch.cat([edge_case_scores(5003, torch.device("cpu")), torch.randn(8, 5003) * 4])
     found = []
     for few in (1, 64, 256, 5003):
         monkeypatch.setattr(processors, "TOP_P_SEARCH_TOKENS", few)
-        found.append(keep_top_p(scores.clone(), of_each(scores, 1 - p)))
+        found.append(keep_top_p(scores.clone(), repeat_for_rows(scores, 1 - p)))
     assert all(torch.equal(each, found[-1]) for each in found)
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("p", [1e-45, 1e-30, 0.01, 0.1, 0.25, 0.5, 0.99, 1.0])
 def test_min_p_matches_transformers(vocab: int, p: float, device: torch.device) -> None:
-    scores = hard_scores(vocab, device)
-    found = keep_min_p(scores.clone(), of_each(scores, p))
+    scores = edge_case_scores(vocab, device)
+    found = keep_min_p(scores.clone(), repeat_for_rows(scores, p))
     check(found, processed_one_by_one(scores, MinPLogitsWarper(p)))
     assert is_at_least_one_left(found)
 
@@ -131,8 +131,8 @@ def test_min_p_matches_transformers(vocab: int, p: float, device: torch.device) 
 @pytest.mark.parametrize("p", [1e-30, 1e-6, 0.1, 0.25, 0.5, 0.75, 0.9, 0.999, 1 - 2**-20])
 def test_typical_p_matches_transformers(vocab: int, p: float, device: torch.device) -> None:
     """Compare in float64, because float32 in transformers creates false ties."""
-    scores = hard_scores(vocab, device)
-    found = keep_typical(scores.clone(), of_each(scores, p))
+    scores = edge_case_scores(vocab, device)
+    found = keep_typical(scores.clone(), repeat_for_rows(scores, p))
     check(found, processed_one_by_one(scores.double(), TypicalLogitsWarper(p)).float())
     assert is_at_least_one_left(found)
 
@@ -140,15 +140,15 @@ def test_typical_p_matches_transformers(vocab: int, p: float, device: torch.devi
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("penalty", [1e-3, 0.5, 1.0, 1.2, 1e3])
 def test_repetition_penalty_matches_transformers(vocab: int, penalty: float, device: torch.device) -> None:
-    scores = hard_scores(vocab, device)
+    scores = edge_case_scores(vocab, device)
     ids = torch.randint(vocab, (len(scores), 9), device=device)
     seen = count_tokens(ids, torch.ones_like(ids, dtype=torch.bool), vocab) > 0
     expected = processed_one_by_one(scores, RepetitionPenaltyLogitsProcessor(penalty), ids)
-    check(penalize_repetition(scores.clone(), seen, of_each(scores, penalty)), expected)
+    check(penalize_repetition(scores.clone(), seen, repeat_for_rows(scores, penalty)), expected)
 
 
-def test_parameters_are_per_row(device: torch.device) -> None:
-    scores = hard_scores(257, device)
+def test_each_row_uses_its_own_parameters(device: torch.device) -> None:
+    scores = edge_case_scores(257, device)
     rows = range(len(scores))
     cases: list[tuple[Callable[..., torch.Tensor], Callable[[Any], LogitsProcessor], list[float], tuple[int, ...]]]
     cases = [
@@ -170,7 +170,7 @@ def test_frequency_and_presence_penalties_ignore_prompt(
 ) -> None:
     vocab, prompt_length = 7, 4
     rows = [[0, 1, 2, 3, 0, 0, 0, 5], [6, 6, 6, 6, 1, 2, 3, 4], [1, 1, 1, 1, 1, 1, 1, 1]]
-    scores = hard_scores(vocab, device)[: len(rows)]
+    scores = edge_case_scores(vocab, device)[: len(rows)]
     expected = scores.tolist()
     for row, ids in enumerate(rows):
         for token, times in Counter(ids[prompt_length:]).items():
@@ -178,7 +178,7 @@ def test_frequency_and_presence_penalties_ignore_prompt(
     tokens = torch.tensor(rows, device=device)
     is_new = (torch.arange(tokens.shape[1], device=device) >= prompt_length).expand_as(tokens)
     counts = count_tokens(tokens, is_new, vocab)
-    found = penalize_counts(scores, counts, of_each(scores, frequency), of_each(scores, presence))
+    found = penalize_counts(scores, counts, repeat_for_rows(scores, frequency), repeat_for_rows(scores, presence))
     torch.testing.assert_close(found, torch.tensor(expected, device=device))
 
 
@@ -206,9 +206,9 @@ def test_draw_selects_token_by_cumulative_probability(device: torch.device) -> N
 
 @pytest.mark.parametrize("vocab", VOCABS)
 def test_draw_never_selects_impossible_token(vocab: int, device: torch.device) -> None:
-    scores = hard_scores(vocab, device)
+    scores = edge_case_scores(vocab, device)
     for number in (0.0, 2**-32, 0.5, 1 - 2**-31, 1 - 2**-32):
-        taken = draw(scores, of_each(scores, number, torch.float64))
+        taken = draw(scores, repeat_for_rows(scores, number, torch.float64))
         assert (scores.softmax(-1).gather(-1, taken[:, None]) > 0).all()
 
 
@@ -225,7 +225,7 @@ def test_draw_from_nan_returns_valid_token(bad: float, device: torch.device) -> 
 
 @pytest.mark.parametrize("vocab", VOCABS)
 def test_sortable_keys_order_by_score_then_token(vocab: int, device: torch.device) -> None:
-    scores = hard_scores(vocab, device)
+    scores = edge_case_scores(vocab, device)
     expected = scores.sort(dim=-1, descending=True, stable=True).indices
     assert torch.equal(make_sortable(scores).sort(-1, descending=True).indices, expected)
     assert torch.equal(make_sortable(scores).topk((vocab + 1) // 2).indices, expected[:, : (vocab + 1) // 2])

@@ -66,7 +66,7 @@ def choose_alone(row: Row, device: torch.device) -> Sampled:
     return chooser(torch.tensor([row.ids], device=device), row.logits[None].to(device))
 
 
-def one(params: SamplingParams, logits: Sequence[float], *ids: int, stop: StopParams | None = None) -> Row:
+def make_row(params: SamplingParams, logits: Sequence[float], *ids: int, stop: StopParams | None = None) -> Row:
     return Row(params, ids or (0,), 1, torch.tensor(logits), stop)
 
 
@@ -256,7 +256,7 @@ CHAINS: list[dict[str, Any]] = [
         "typical_p": 0.9,
     },
 ]
-ENDING = [7, 9]
+STOP_TOKENS = [7, 9]
 
 
 def chain(params: SamplingParams, vocab: int, prompt_length: int) -> list[LogitsProcessor]:
@@ -266,7 +266,7 @@ def chain(params: SamplingParams, vocab: int, prompt_length: int) -> list[Logits
         (params.watermark, lambda: lambda ids, scores: scores + 2.0 * green_mask(ids[:, -1], hash_tokens(vocab))),
         (params.repetition_penalty != 1, lambda: RepetitionPenaltyLogitsProcessor(params.repetition_penalty)),
         (biases, lambda: SequenceBiasLogitsProcessor(biases)),
-        (True, lambda: MinNewTokensLengthLogitsProcessor(prompt_length, 4, ENDING)),
+        (True, lambda: MinNewTokensLengthLogitsProcessor(prompt_length, 4, STOP_TOKENS)),
         (params.temperature != 1, lambda: TemperatureLogitsWarper(params.temperature)),
         (params.top_k, lambda: TopKLogitsWarper(params.top_k)),
         (params.top_p < 1, lambda: TopPLogitsWarper(params.top_p)),
@@ -290,7 +290,7 @@ def test_combined_parameters_match_transformers(
         expected = logits
         for processor in chain(params, vocab, 5):
             expected = processor(ids, expected)
-        stop = StopParams(min_new_tokens=4, eos_token_ids=frozenset(ENDING))
+        stop = StopParams(min_new_tokens=4, eos_token_ids=frozenset(STOP_TOKENS))
         found = present(choose_alone(Row(params, tuple(ids[0].tolist()), 5, logits[0], stop), device).alternatives)
         in_order = found.logprobs.cpu().scatter(-1, found.token_ids.cpu(), found.logprobs.cpu())
         torch.testing.assert_close(in_order, expected.log_softmax(-1), rtol=1e-5, atol=1e-5)
@@ -309,11 +309,11 @@ def normalized(scores: np.ndarray) -> np.ndarray:
     return probabilities
 
 
-def keep(scores: np.ndarray, kept: Sequence[int]) -> np.ndarray:
+def mask_all_except(scores: np.ndarray, kept: Sequence[int]) -> np.ndarray:
     return np.where(np.isin(np.arange(len(scores)), kept), scores, -INF)
 
 
-def until(order: Sequence[int], probabilities: np.ndarray, mass: float) -> list[int]:
+def select_until_mass(order: Sequence[int], probabilities: np.ndarray, mass: float) -> list[int]:
     """Return the shortest prefix of `order` whose probabilities sum to at least `mass`."""
     kept: list[int] = []
     for token in order:
@@ -334,19 +334,19 @@ def probabilities_of(params: SamplingParams) -> np.ndarray:
     scores /= params.temperature
     by_score = sorted(range(len(scores)), key=lambda token: -scores[token])
     if params.top_k:
-        scores = keep(scores, by_score[: params.top_k])
+        scores = mask_all_except(scores, by_score[: params.top_k])
     if params.top_p < 1:
-        scores = keep(scores, until(by_score, normalized(scores), params.top_p))
+        scores = mask_all_except(scores, select_until_mass(by_score, normalized(scores), params.top_p))
     if params.min_p:
         likely = normalized(scores) >= params.min_p * normalized(scores).max()
-        scores = keep(scores, np.flatnonzero(likely).tolist())
+        scores = mask_all_except(scores, np.flatnonzero(likely).tolist())
     if params.typical_p < 1:
         probabilities = normalized(scores)
         with np.errstate(divide="ignore"):
             surprise = -np.log(probabilities)
         entropy = sum(p * s for p, s in zip(probabilities, surprise, strict=True) if p)
         by_distance = sorted(range(len(scores)), key=lambda token: abs(surprise[token] - entropy))
-        scores = keep(scores, until(by_distance, probabilities, params.typical_p))
+        scores = mask_all_except(scores, select_until_mass(by_distance, probabilities, params.typical_p))
     return normalized(scores)
 
 
@@ -437,7 +437,7 @@ def test_frequency_test_detects_wrong_distribution(device: torch.device) -> None
 # --- Logprobs and alternatives
 
 
-def test_logprobs_are_processed_or_raw(device: torch.device) -> None:
+def test_raw_logprobs_are_computed_from_unprocessed_logits(device: torch.device) -> None:
     logits = torch.randn(50)
     parameters: dict[str, Any]
     parameters = {"do_sample": True, "temperature": 0.5, "top_k": 3, "logit_bias": {4: 1.0}, "num_alternatives": 6}
@@ -475,7 +475,7 @@ def test_alternatives_count_is_per_row(device: torch.device) -> None:
 
 
 def test_alternatives_are_none_by_default(device: torch.device) -> None:
-    assert choose([one(SamplingParams(), [1.0, 2.0])], device).alternatives is None
+    assert choose([make_row(SamplingParams(), [1.0, 2.0])], device).alternatives is None
 
 
 EVERYTHING = SamplingParams(True, 0.7, 9, 0.9, 0.01, 0.9, 1.2, 0.3, 0.4, {3: 1.0}, True, 5, 4, True)
@@ -506,7 +506,7 @@ def test_logits_are_not_modified(dtype: torch.dtype, device: torch.device) -> No
 
 # --- NaN logits
 
-ASKED = [
+PARAMETER_SETS = [
     SamplingParams(),
     SamplingParams(do_sample=True),
     SamplingParams(do_sample=True, top_k=1),
@@ -519,7 +519,7 @@ ASKED = [
 ]
 
 
-@pytest.mark.parametrize("params", ASKED, ids=range(len(ASKED)))
+@pytest.mark.parametrize("params", PARAMETER_SETS, ids=range(len(PARAMETER_SETS)))
 @pytest.mark.parametrize("kind", ["one nan", "all nan", "one inf", "all inf", "all -inf", "nan and inf"])
 def test_nan_logits_give_token_with_nan_logprob(kind: str, params: SamplingParams, device: torch.device) -> None:
     bad = torch.randn(57)
@@ -553,18 +553,18 @@ def test_stop_tokens_are_forbidden_until_min_new_tokens(num_generated: int, devi
 
 def test_ignored_eos_is_not_forbidden(device: torch.device) -> None:
     stop = StopParams(min_new_tokens=3, eos_token_ids=frozenset({2}), ignore_eos=True)
-    assert choose_alone(one(SamplingParams(), [0.0, 1.0, 9.0], stop=stop), device).token_ids.tolist() == [2]
+    assert choose_alone(make_row(SamplingParams(), [0.0, 1.0, 9.0], stop=stop), device).token_ids.tolist() == [2]
 
 
 def test_bias_does_not_override_forbidden_token(device: torch.device) -> None:
     stop = StopParams(min_new_tokens=3, eos_token_ids=frozenset({2}))
     params = SamplingParams(logit_bias={2: 100.0})
-    assert choose_alone(one(params, [0.0, 1.0, 9.0], stop=stop), device).token_ids.tolist() == [1]
+    assert choose_alone(make_row(params, [0.0, 1.0, 9.0], stop=stop), device).token_ids.tolist() == [1]
 
 
 def test_forbidden_tokens_are_per_row(device: torch.device) -> None:
     stop = StopParams(min_new_tokens=3, eos_token_ids=frozenset({2}))
-    rows = [one(SamplingParams(do_sample=True, seed=i), [0.0, 1.0, 9.0], stop=stop) for i in range(200)]
+    rows = [make_row(SamplingParams(do_sample=True, seed=i), [0.0, 1.0, 9.0], stop=stop) for i in range(200)]
     assert 2 not in choose(rows, device).token_ids.tolist()
     free = [row._replace(stop=None) for row in rows]
     assert 2 in choose(rows + free, device).token_ids.tolist()[200:]
@@ -583,7 +583,9 @@ def test_bias_outside_vocabulary_is_rejected(token: int, device: torch.device) -
 
 
 def test_bias_on_last_token_is_accepted(device: torch.device) -> None:
-    assert choose_alone(one(SamplingParams(logit_bias={2: 5.0}), [0.0, 1.0, -1.0]), device).token_ids.tolist() == [2]
+    assert choose_alone(make_row(SamplingParams(logit_bias={2: 5.0}), [0.0, 1.0, -1.0]), device).token_ids.tolist() == [
+        2
+    ]
 
 
 # --- Sizes
@@ -597,9 +599,9 @@ def test_empty_batch_returns_empty_tensors(device: torch.device) -> None:
     assert not sampler.needs_tokens
 
 
-@pytest.mark.parametrize("params", [*ASKED[:-1], SamplingParams(True, 0.7, 9, 0.9, 0.01, 0.9, watermark=True)])
+@pytest.mark.parametrize("params", [*PARAMETER_SETS[:-1], SamplingParams(True, 0.7, 9, 0.9, 0.01, 0.9, watermark=True)])
 def test_single_token_vocabulary_has_logprob_zero(params: SamplingParams, device: torch.device) -> None:
-    found = choose([one(params, [-3.0], 0, 0)] * 2, device)
+    found = choose([make_row(params, [-3.0], 0, 0)] * 2, device)
     assert found.token_ids.tolist() == [0, 0]
     assert found.logprobs.tolist() == [0.0, 0.0]
 

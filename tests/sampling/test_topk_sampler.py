@@ -66,7 +66,7 @@ def test_top_k_sampler_matches_general_sampler(setting: dict[str, Any], vocab: i
     check_same(TopKSampler(rows, vocab, reference)(logits, history), GeneralSampler(rows, vocab)(logits, history))
 
 
-def test_candidates_avoid_general_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_top_k_sampler_does_not_use_general_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topk_sampler, "GeneralSampler", None)
     for setting in SETTINGS[:-2]:
         TopKSampler(make_rows(setting), 5003, reference)(make_logits(5003, "usual"), make_history(ROWS))

@@ -59,7 +59,7 @@ def test_half_of_vocabulary_is_green() -> None:
     assert shares.max() < 0.51
 
 
-def test_token_is_green_after_half_of_vocabulary() -> None:
+def test_each_token_is_green_after_half_of_previous_tokens() -> None:
     shares = green_mask(torch.arange(4000), hash_tokens(2000)).float().mean(0)
     assert shares.min() > 0.44
     assert shares.max() < 0.56

@@ -62,19 +62,19 @@ def main() -> None:
     _internal_kv_put(f"secret:{APP}".encode(), SECRET.encode(), namespace=STORE_NAMESPACE)  # for requests to replicas
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
-        say(None)
+        print_result(None)
         for line in sys.stdin:
             action, *arguments = json.loads(line)
             try:
-                say(actions[action](*arguments))
+                print_result(actions[action](*arguments))
             except Exception as error:
-                say({"error": f"{type(error).__name__}: {error}"})
+                print_result({"error": f"{type(error).__name__}: {error}"})
         serve.shutdown()
     finally:
         ray.shutdown()
 
 
-def say(answer: Any) -> None:
+def print_result(answer: Any) -> None:
     print(f"answer: {json.dumps(answer)}", flush=True)
 
 

@@ -82,7 +82,7 @@ async def _stop(pair: Pair) -> None:
 
 
 @asynccontextmanager
-async def following(pair: Pair) -> AsyncIterator[ChangeRegistry]:
+async def apply_changes(pair: Pair) -> AsyncIterator[ChangeRegistry]:
     """Apply the registry's changes on both servers."""
     registry = ChangeRegistry(None, list[bytes]().append, asyncio.get_running_loop().time)
 

@@ -100,7 +100,7 @@ class Simulation:
         loads = [device.load_seconds for device in self.devices.values()]
         return Outcome(hits / requests, max(loads) * len(loads) / sum(loads))
 
-    def leave(self, share: float) -> list[str]:
+    def remove_replicas(self, share: float) -> list[str]:
         """Remove a share of the replicas. Return their names."""
         gone = self.random.sample(sorted(self.devices), round(share * len(self.devices)))
         for name in gone:

@@ -66,7 +66,7 @@ def test_change_completes_after_all_replicas_confirm() -> None:
     asyncio.run(run())
 
 
-def test_processing_replica_must_confirm_too() -> None:
+def test_replica_that_requested_change_must_confirm_it() -> None:
     """The replica could otherwise apply concurrent changes in a different order."""
 
     async def run() -> None:

@@ -39,7 +39,7 @@ BODY = json.dumps({"inputs": "x", "parameters": {"adapter_id": "poet"}}).encode(
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def fake_ray_services(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RETRY_DELAY_S", 0.01)
     monkeypatch.setattr(module, "get_or_create_secret", lambda app: f"the secret of {app}")  # normally in Ray's store
     monkeypatch.setattr(module, "get_or_create_registry", lambda app: FakeRegistryHandle())  # noqa: ARG005
@@ -83,7 +83,7 @@ def respond_stream(name: str, *pieces: str, ends: bool = True) -> ReplicaHandler
     return answer
 
 
-async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def abort_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     writer.transport.abort()
 
 
@@ -141,25 +141,25 @@ async def send_to_ingress(
     return sent[0]["status"], returned, b"".join(each.get("body", b"") for each in sent[1:]).decode(), asked
 
 
-def order(*names: str) -> list[str]:
+def rank_replicas(*names: str) -> list[str]:
     placement = ReplicaChooser()
     placement.set_replicas(names)
     return placement.rank(hash_name("poet"))
 
 
-FIRST, SECOND = order("a", "b")
+FIRST, SECOND = rank_replicas("a", "b")
 
 
 def test_response_is_forwarded_unchanged() -> None:
     status, headers, body, asked = asyncio.run(
-        send_to_ingress({FIRST: respond_whole(418, "one", "{}"), SECOND: hang_up})
+        send_to_ingress({FIRST: respond_whole(418, "one", "{}"), SECOND: abort_connection})
     )
     assert (status, body, asked) == (418, "{}", [FIRST])
     assert headers == {"content-type": "application/json", "x-from": "one", "content-length": "2"}
 
 
 def test_disconnect_before_response_is_retried() -> None:
-    for lost in (hang_up, respond_stream("one", ends=False), respond_stream("one", 'data: {"cut', ends=False)):
+    for lost in (abort_connection, respond_stream("one", ends=False), respond_stream("one", 'data: {"cut', ends=False)):
         status, headers, body, asked = asyncio.run(
             send_to_ingress({FIRST: lost, SECOND: respond_whole(200, "two", "{}")})
         )
@@ -182,7 +182,7 @@ def test_broken_stream_ends_with_error_event() -> None:
 
 def test_split_events_are_joined() -> None:
     whole_stream = respond_stream("one", "data: 1\n", "\ndata: 2\n\nda", "ta: 3\n\n")
-    body = asyncio.run(send_to_ingress({FIRST: whole_stream, SECOND: hang_up}))[2]
+    body = asyncio.run(send_to_ingress({FIRST: whole_stream, SECOND: abort_connection}))[2]
     assert body == "data: 1\n\ndata: 2\n\ndata: 3\n\n"
 
 
@@ -237,7 +237,7 @@ def test_base_model_error_is_not_retried() -> None:
 def test_no_available_replica_returns_503_with_retry_after(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RETRY_TIMEOUT_S", 0.5)
     monkeypatch.setattr(module, "CHOOSE_TIMEOUT_S", 0.1)
-    for answers, reason in (({FIRST: hang_up, SECOND: hang_up}, "2 disconnected"), ({}, "timeout")):
+    for answers, reason in (({FIRST: abort_connection, SECOND: abort_connection}, "2 disconnected"), ({}, "timeout")):
         status, headers, body, _ = asyncio.run(send_to_ingress(answers))
         assert (status, headers["retry-after"]) == (503, "1")
         assert f"no replica is available: {reason}" in body
@@ -338,7 +338,7 @@ def use_registry(monkeypatch: pytest.MonkeyPatch, registry: FakeRegistryHandle) 
     monkeypatch.setattr(module, "get_or_create_registry", lambda app: registry)  # noqa: ARG005
 
 
-def test_load_with_token_adds_note_header(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_with_token_warns_in_note_header(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = FakeRegistryHandle()
     use_registry(monkeypatch, registry)
     for token, has_note in (({"api_token": "hf_secret"}, True), ({"api_token": None}, False), ({}, False)):
@@ -352,22 +352,22 @@ def test_load_with_token_adds_note_header(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_load_completes_after_all_replicas_apply(monkeypatch: pytest.MonkeyPatch) -> None:
-    registry, order = FakeRegistryHandle(), list[str]()
+    registry, rank_replicas = FakeRegistryHandle(), list[str]()
     use_registry(monkeypatch, registry)
 
     async def follow() -> None:
         (entry,) = await registry.poll.remote("another", 0, "another:1")
         assert (entry.change, entry.served_by) == (CHANGE, FIRST)
-        order.append("applied")
+        rank_replicas.append("applied")
         await registry.poll.remote("another", entry.version, "another:1")
 
     async def run() -> None:
         await registry.join.remote("another", 0, "another:1")
         following = asyncio.create_task(follow())
         status, *_ = await send_to_ingress({FIRST: LOADED}, LOAD, LOAD_BODY)
-        order.append("responded")
+        rank_replicas.append("responded")
         await following
-        assert (status, order) == (200, ["applied", "responded"])
+        assert (status, rank_replicas) == (200, ["applied", "responded"])
 
     asyncio.run(run())
 

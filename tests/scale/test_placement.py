@@ -84,7 +84,7 @@ def test_device_with_free_space_is_preferred(placement: ReplicaChooser) -> None:
     assert choose(placement, "x", now=100) == first
 
 
-def test_sent_adapter_counts_as_loaded_until_reported(placement: ReplicaChooser) -> None:
+def test_routed_adapter_counts_as_loaded_until_next_report(placement: ReplicaChooser) -> None:
     first, second, *_ = placement.rank(hash_name("x"))
     placement.set_load(first, 100)
     assert choose(placement, "x", now=0) == second
@@ -173,7 +173,7 @@ def test_simulated_cluster_hits_adapters_and_balances_load(cluster: Cluster, req
     assert outcome.hits > 0.95
     assert outcome.load_spread < 1.3
     before = ours.owners()
-    gone = set(ours.leave(0.1))
+    gone = set(ours.remove_replicas(0.1))
     assert all(owner == before[name] for name, owner in ours.owners().items() if before[name] not in gone)
     chance = Simulation(cluster, is_random=True)
     chance.warm_up()

@@ -12,7 +12,7 @@ from lorax_server.scale.ray_app import QueueAndTokenPolicy, ScaleConfig, build, 
 DEPLOYMENT = DeploymentID("servers", "lorax")
 
 
-def test_string_and_typed_arguments_are_equal() -> None:
+def test_string_and_typed_arguments_give_equal_settings() -> None:
     as_text = read_arguments({"replicas": "4", "gpus": "1", "model_id": "x/y", "hub": "false", "port": "1"})
     as_values = read_arguments({"replicas": 4, "gpus": 1.0, "model_id": "x/y", "hub": False, "port": 1})
     assert as_text == as_values
@@ -38,7 +38,7 @@ def test_invalid_arguments_are_rejected(arguments: dict[str, Any], message: str)
         build(arguments)
 
 
-def test_max_replicas_is_a_scale_setting() -> None:
+def test_max_replicas_is_read_into_scale_settings() -> None:
     assert read_arguments({"max_replicas": "3"})[0].max_replicas == 3
 
 

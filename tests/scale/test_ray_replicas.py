@@ -28,17 +28,17 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def machine() -> Iterator[Cluster]:
+def ray_cluster() -> Iterator[Cluster]:
     """Start a Ray cluster without replicas."""
     with starting() as cluster:
         yield cluster
 
 
 @pytest.fixture
-def cluster(machine: Cluster) -> Cluster:
+def cluster(ray_cluster: Cluster) -> Cluster:
     """Start a cluster with two replicas."""
-    machine.scale(2)
-    return machine
+    ray_cluster.scale(2)
+    return ray_cluster
 
 
 def pair(cluster: Cluster) -> list[Replica]:
@@ -105,12 +105,12 @@ def test_new_adapter_stays_on_first_replica(cluster: Cluster) -> None:
     for number in range(4):
         config = cluster.adapters / f"late-{number}" / "adapter_config.json"
         config.write_text(json.dumps({**json.loads(config.read_text()), "lora_alpha": 20 + number}))
-    tiers = {f"late-{number}": [tier(cluster, f"late-{number}") for _ in range(6)] for number in range(4)}
+    tiers = {f"late-{number}": [read_tier(cluster, f"late-{number}") for _ in range(6)] for number in range(4)}
     assert {name: first for name, (first, *_) in tiers.items()} == dict.fromkeys(tiers, "disk")
     assert {name: set(later) for name, (_, *later) in tiers.items()} == {name: {"device"} for name in tiers}
 
 
-def tier(cluster: Cluster, adapter: str) -> str:
+def read_tier(cluster: Cluster, adapter: str) -> str:
     return str(generate(cluster.port, adapter, PROMPT, 1)[1]["x-adapter-tier"])
 
 
@@ -322,26 +322,28 @@ QUEUE = {"target_tokens": 10**6, "target_waiting": 1, "max_num_seqs": 1}  # runs
 
 
 @pytest.mark.parametrize("targets", [TOKENS, QUEUE], ids=["tokens", "queue"])
-def test_autoscaling_follows_load(machine: Cluster, targets: dict[str, int]) -> None:
+def test_autoscaling_follows_load(ray_cluster: Cluster, targets: dict[str, int]) -> None:
     """Four concurrent requests exceed the target of one replica."""
     delays = {"look_back_s": 3, "upscale_delay_s": 1, "downscale_delay_s": 1}
-    machine.scale(None, replicas=1, max_replicas=2, **delays, **targets)
-    wait_for(lambda: len(machine.replicas()) == 1, "there is one")
+    ray_cluster.scale(None, replicas=1, max_replicas=2, **delays, **targets)
+    wait_for(lambda: len(ray_cluster.replicas()) == 1, "there is one")
     should_stop = threading.Event()
 
     def send_requests(name: str) -> int:
         count = 0
         while not should_stop.is_set():
             # Short completions finish before Ray evaluates the policy.
-            assert generate(machine.port, name, count=400, ignore_eos_token=True)[0]
+            assert generate(ray_cluster.port, name, count=400, ignore_eos_token=True)[0]
             count += 1
         return count
 
     with ThreadPoolExecutor(4) as threads:
         asking = [threads.submit(send_requests, name) for name in ADAPTERS[:4]]
         try:
-            wait_for(lambda: len(machine.replicas()) == 2 or any(each.done() for each in asking), "another is there")
+            wait_for(
+                lambda: len(ray_cluster.replicas()) == 2 or any(each.done() for each in asking), "another is there"
+            )
         finally:
             should_stop.set()
         assert all(each.result() for each in asking)  # no request was lost
-    wait_for(lambda: len(machine.replicas()) == 1, "one is enough again")
+    wait_for(lambda: len(ray_cluster.replicas()) == 1, "one is enough again")

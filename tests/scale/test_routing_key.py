@@ -29,7 +29,7 @@ BASES = ("base", "alias-of-base")
         ("/generate", {"inputs": 3, "parameters": {"adapter_id": 5}}, ""),
     ],
 )
-def test_adapter_hash_for_all_request_formats(path: str, body: Any, adapter: str) -> None:
+def test_adapter_hash_is_read_from_all_request_formats(path: str, body: Any, adapter: str) -> None:
     key = read_routing_key(path, json.dumps(body).encode(), BASES)
     assert key == RoutingKey(hash_name(adapter) if adapter else 0)
 

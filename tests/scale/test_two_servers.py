@@ -17,7 +17,7 @@ from lorax_server.server.http.replica_protocol import CHANGE_HEADER, CLIENT_HEAD
 from tests.adapters.sources.server import Request
 from tests.e2e.streaming_client import wait_for
 from tests.scale.cluster import ADMIN, SECRET, generate, send
-from tests.scale.servers import HUB_TOKEN, LIMIT, LIMITED, Pair, following, listed, starting_pair
+from tests.scale.servers import HUB_TOKEN, LIMIT, LIMITED, Pair, apply_changes, listed, starting_pair
 from tests.scale.test_ingress import FakeHandle
 
 pytestmark = pytest.mark.slow  # test_ingress.py and test_server_process.py have fast tests
@@ -121,7 +121,7 @@ def test_later_load_determines_pin(pair: Pair) -> None:
         return all(each is not None and each["pinned"] for each in found)
 
     async def run() -> None:
-        async with following(pair) as registry:
+        async with apply_changes(pair) as registry:
             for pin in (True, False, True):
                 assert await registry.record(load_change("redact", pin=pin)) == []
             await asyncio.to_thread(wait_for, are_pinned, "both servers have pinned it")
@@ -138,14 +138,14 @@ def test_concurrent_alias_changes_converge(pair: Pair) -> None:
     """Each server processes one change first, and the registry records them in either order."""
 
     async def run() -> None:
-        async with following(pair) as registry:
+        async with apply_changes(pair) as registry:
             for order in ((0, 1), (1, 0)):
                 bodies = [hub_load(name, name="shared") for name in ("sql", "redact")]
                 loads = [await change(port, LOAD, body) for port, body in zip(pair.ports, bodies, strict=True)]
                 for index in order:
                     assert await registry.record(loads[index]) == []
-                meant = [await asyncio.to_thread(meaning, port, "shared") for port in pair.ports]
-                assert meant == [meaning(pair.ports[0], loads[order[-1]].name)] * 2
+                meant = [await asyncio.to_thread(complete, port, "shared") for port in pair.ports]
+                assert meant == [complete(pair.ports[0], loads[order[-1]].name)] * 2
             load = await change(pair.ports[0], LOAD, hub_load("sql", name="shared"))
             unload = await change(pair.ports[1], UNLOAD, {"adapter_id": "shared"})
             assert await registry.record(unload) == []
@@ -155,7 +155,7 @@ def test_concurrent_alias_changes_converge(pair: Pair) -> None:
     asyncio.run(run())
 
 
-def meaning(port: int, name: str) -> str:
+def complete(port: int, name: str) -> str:
     """Return the completion for an adapter name."""
     source = {"adapter_source": "hub"} if "/" in name else {}
     body = {"inputs": PROMPT, "parameters": {"adapter_id": name, "max_new_tokens": 12, **source}}
@@ -166,7 +166,7 @@ def meaning(port: int, name: str) -> str:
 
 def test_many_concurrent_changes_converge(pair: Pair) -> None:
     async def run() -> None:
-        async with following(pair) as registry:
+        async with apply_changes(pair) as registry:
 
             async def keep_changing(port: int, names: list[str]) -> None:
                 for name in names:
@@ -175,8 +175,8 @@ def test_many_concurrent_changes_converge(pair: Pair) -> None:
             first, second = ["sql", "redact"] * 3, ["redact", "json"] * 3
             await asyncio.gather(*map(keep_changing, pair.ports, (first, second)))
             last = (await registry.join("late", 0, ""))[-1].change.name
-            meant = [meaning(port, "busy") for port in pair.ports]
-            assert meant == [meaning(pair.ports[0], last)] * 2
+            meant = [complete(port, "busy") for port in pair.ports]
+            assert meant == [complete(pair.ports[0], last)] * 2
 
     asyncio.run(run())
 
@@ -195,7 +195,7 @@ def test_processing_server_does_not_resolve_adapter_again(pair: Pair) -> None:
     ]
 
     async def run() -> None:
-        async with following(pair) as registry:
+        async with apply_changes(pair) as registry:
             await change(port, LOAD, hub_load("private", name="mine", pin=True, api_token=HUB_TOKEN))
             for pin, served_by, pinned, sent in changes:
                 pair.hub.seen.clear()
@@ -221,7 +221,7 @@ def test_failing_change_does_not_delay_other_changes(pair: Pair) -> None:
     body = {"adapter_id": "pirate", "adapter_source": "local", "name": "captain"}
 
     async def run() -> None:
-        async with following(pair) as registry:
+        async with apply_changes(pair) as registry:
             load = await change(pair.ports[0], LOAD, body)
             assert await registry.record(load._replace(pin=True)) == []
             assert await registry.record(AdapterChange(True, "local", "sql", alias="lorax-demo")) == []
@@ -244,7 +244,7 @@ def ingress_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "get_or_create_registry", lambda app: None)  # noqa: ARG005
 
 
-async def ask(pair: Pair, body: dict[str, Any], key: str = ADMIN) -> int:
+async def send_through_ingress(pair: Pair, body: dict[str, Any], key: str = ADMIN) -> int:
     """Send a request through an ingress, to the second server if both are equal, and return the status."""
     order = ReplicaChooser()
     order.set_replicas(("a", "b"))
@@ -268,20 +268,20 @@ async def ask(pair: Pair, body: dict[str, Any], key: str = ADMIN) -> int:
     return int(sent[0]["status"])
 
 
-def named(adapter: str, **more: Any) -> dict[str, Any]:
+def make_body(adapter: str, **more: Any) -> dict[str, Any]:
     return {"inputs": PROMPT, "parameters": {"adapter_id": adapter, "max_new_tokens": 1, **more}}
 
 
 @pytest.mark.usefixtures("ingress_secret")
 @pytest.mark.parametrize(
     ("body", "refusal"),
-    [(named("pirate"), 424), (named("owner/private", adapter_source="hub"), 424)],
+    [(make_body("pirate"), 424), (make_body("owner/private", adapter_source="hub"), 424)],
     ids=["in one folder", "by one token"],
 )
 def test_only_replica_with_access_serves_adapter(pair: Pair, body: Any, refusal: int) -> None:
     assert [send(port, "POST", "/generate", body)[0] for port in pair.ports] == [200, refusal]
-    assert asyncio.run(ask(pair, body)) == 200
-    assert asyncio.run(ask(pair, named("nobody-has-it"))) == 424
+    assert asyncio.run(send_through_ingress(pair, body)) == 200
+    assert asyncio.run(send_through_ingress(pair, make_body("nobody-has-it"))) == 424
 
 
 def test_key_limits_apply_per_replica(pair: Pair) -> None:
@@ -300,7 +300,7 @@ def test_client_address_requires_secret(pair: Pair) -> None:
         assert list_adapters(server, headers) == 403
     assert list_adapters(server, {SECRET_HEADER: SECRET, CLIENT_HEADER: "9.9.9.9"}) == 401
     assert last_address(server) == "9.9.9.9"
-    assert asyncio.run(ask(pair, named("sql"), key="wrong")) == 401
+    assert asyncio.run(send_through_ingress(pair, make_body("sql"), key="wrong")) == 401
     assert last_address(server) == CLIENT
 
 

@@ -95,7 +95,7 @@ def test_page_checks_only_its_own_names(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(looks) == 11
 
 
-def test_names_are_searched_on_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_are_searched_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     harness, aside = Pages(20), []
     to_thread = asyncio.to_thread
 
@@ -145,7 +145,7 @@ def test_search_filters_names() -> None:
     assert harness.walk(search="\0") == [[]]
 
 
-def test_also_adds_adapters_to_first_page() -> None:
+def test_also_parameter_adds_adapters_to_first_page() -> None:
     harness = Pages(4, others=2)
     first = harness.page(ADMIN, limit=2, also=["a-00001", "a-00003"])
     assert [each["id"] for each in first["data"]] == ["a-00000", "a-00001", "a-00003"]

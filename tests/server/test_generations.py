@@ -78,7 +78,7 @@ def test_stop_string_aborts_engine_request() -> None:
     asyncio.run(check())
 
 
-def test_stop_string_cuts_output_with_several_tokens() -> None:
+def test_stop_string_truncates_multi_token_output() -> None:
     async def check(end: FinishReason | None, **stop: Any) -> Any:
         engine = ScriptedEngine()
         (generation,) = make_generations(engine, **stop)

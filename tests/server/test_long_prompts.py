@@ -18,7 +18,7 @@ from lorax_server.server.tokenizers import LONG_TEXT_CHARACTERS, MAX_INLINE_CHAR
 from lorax_server.text.tokenizer import TextTokenizer
 from tests.server.fake_server import Routes, chat, complete
 from tests.server.service_harness import ServiceHarness, ids, settle, tokenizer
-from tests.server.test_tokenizers import Stuck
+from tests.server.test_tokenizers import BlockedFunction
 
 CHAT, COMPLETIONS, NATIVE, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/generate", "/tokenize"
 TOO_LONG = "word " * 20_000  # far more than 127 tokens of any length
@@ -111,7 +111,7 @@ def test_truncated_text_is_never_too_long(spy: Spy) -> None:
     asyncio.run(routes.service.tokenizers.close())
 
 
-def test_text_is_tokenized_without_length_bound(spy: Spy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_long_text_is_tokenized_if_max_token_length_is_unknown(spy: Spy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer(), "_max_token_characters", None)
     routes = Routes()
     assert "at least" not in send_text(routes, NATIVE, TOO_LONG).message
@@ -137,7 +137,7 @@ def test_long_texts_are_tokenized_one_at_a_time(
     is_own: bool, tokenizers: Tokenizers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At most one long text is tokenized at a time, and `NUM_THREADS` shorter texts."""
-    stuck, used = Stuck([7]), make_adapter_tokenizer() if is_own else tokenizer()
+    stuck, used = BlockedFunction([7]), make_adapter_tokenizer() if is_own else tokenizer()
 
     async def body() -> None:
         with monkeypatch.context() as patch:
@@ -190,11 +190,11 @@ class LoopCounter:
     def __init__(self) -> None:
         self.count = 0
         self._loop = asyncio.get_running_loop()
-        self._handle = self._loop.call_soon(self._turn)
+        self._handle = self._loop.call_soon(self._count_iteration)
 
-    def _turn(self) -> None:
+    def _count_iteration(self) -> None:
         self.count += 1
-        self._handle = self._loop.call_soon(self._turn)
+        self._handle = self._loop.call_soon(self._count_iteration)
 
     def close(self) -> None:
         self._handle.cancel()

@@ -385,7 +385,7 @@ def test_bearer_token_is_sent_only_if_source_requires_it() -> None:
         (AdapterNotFoundError("no such name"), SourceError("down"), "down"),
     ],
 )
-def test_error_message_if_bearer_token_is_insufficient(first: LoraxError, second: LoraxError, message: str) -> None:
+def test_insufficient_bearer_token_error_states_reason(first: LoraxError, second: LoraxError, message: str) -> None:
     async def check() -> None:
         harness = ServiceHarness()
         harness.engine.resolutions = {"owner/it": first, "secret": second}

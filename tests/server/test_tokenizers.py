@@ -198,7 +198,7 @@ def test_tokenizer_failure_is_cached_for_ten_seconds(
 # --- Threads ----------------------------------------------------------------------------------------------------------
 
 
-class Stuck:
+class BlockedFunction:
     """Work that blocks until a test releases it."""
 
     def __init__(self, result: Any) -> None:
@@ -223,7 +223,7 @@ class Stuck:
 def test_concurrent_requests_share_one_tokenizer_load(
     base: TextTokenizer, tokenizers: Tokenizers, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stuck = Stuck(base)
+    stuck = BlockedFunction(base)
     monkeypatch.setattr(adapter_tokenizers, "share_base_tokenizer", stuck)
 
     async def work() -> None:
@@ -248,7 +248,7 @@ def test_slow_adapter_tokenizer_blocks_only_adapter_tokenizers(
     async def work() -> None:
         slow = await tokenizers.find(with_own_vocabulary(tmp_path))
         other = await tokenizers.find(with_own_vocabulary(tmp_path, "other", chat_template="custom"))
-        stuck = Stuck([7])
+        stuck = BlockedFunction([7])
         monkeypatch.setattr(slow, "encode", stuck)
         encoding = [asyncio.create_task(tokenizers.encode(slow, text, True)) for _ in range(3)]
         await stuck.wait_until_started(2)
@@ -272,7 +272,7 @@ def test_slow_adapter_tokenizer_blocks_only_adapter_tokenizers(
 def test_slow_tokenizer_load_blocks_only_adapter_tokenizers(
     base: TextTokenizer, tokenizers: Tokenizers, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stuck = Stuck(base)
+    stuck = BlockedFunction(base)
     monkeypatch.setattr(adapter_tokenizers, "load_own_tokenizer", stuck)
 
     async def work() -> None:
@@ -314,7 +314,7 @@ def test_base_tokenizer_runs_inline_only_for_short_texts(
 def test_closing_kills_hanging_conversion(
     tokenizers: Tokenizers, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lorax_server.text.tokenizer.CONVERT", HANG)
+    monkeypatch.setattr("lorax_server.text.tokenizer.CONVERT_TASK", HANG)
 
     async def work() -> None:
         slow = asyncio.create_task(tokenizers.find(with_own_vocabulary(tmp_path, tokenizer_class="LlamaTokenizer")))
@@ -331,10 +331,10 @@ def test_closing_kills_hanging_conversion(
     run(work())
 
 
-def test_conversion_on_busy_machine_is_not_remembered_as_failure(
+def test_conversion_timeout_on_busy_machine_is_not_cached(
     tokenizers: Tokenizers, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lorax_server.text.tokenizer.CONVERT", HANG._replace(wall_s=0.1))
+    monkeypatch.setattr("lorax_server.text.tokenizer.CONVERT_TASK", HANG._replace(wall_s=0.1))
 
     async def work() -> None:
         adapter = with_own_vocabulary(tmp_path, tokenizer_class="LlamaTokenizer")
@@ -349,7 +349,7 @@ def test_conversion_on_busy_machine_is_not_remembered_as_failure(
 def test_close_does_not_wait_for_stuck_threads(
     base: TextTokenizer, tokenizers: Tokenizers, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stuck = Stuck(base)
+    stuck = BlockedFunction(base)
     monkeypatch.setattr(adapter_tokenizers, "load_own_tokenizer", stuck)
 
     async def work() -> list[threading.Thread]:

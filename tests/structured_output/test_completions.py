@@ -22,7 +22,7 @@ from lorax_server.types import FinishReason, SamplingParams, StopParams, Structu
 from tests.demo.server import FOLDER, read_examples
 from tests.models.tiny import SERVED, make_model, make_tokenizer, save
 from tests.structured_output.schemas import PERSON, SCHEMAS
-from tests.test_llm import SMALL, World, write_adapter
+from tests.test_llm import SMALL, ReferenceModels, write_adapter
 
 Completions = list[Completion]
 LONG = StopParams(max_new_tokens=100)
@@ -44,12 +44,12 @@ PATTERNS = {
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return World(tmp_path_factory.mktemp("world"))
+def world(tmp_path_factory: pytest.TempPathFactory) -> ReferenceModels:
+    return ReferenceModels(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture(scope="module")
-def llm(world: World) -> Iterator[LLM]:
+def llm(world: ReferenceModels) -> Iterator[LLM]:
     with LLM(world.model, world.adapters, **SETTINGS) as made:
         yield made
 
@@ -121,14 +121,14 @@ def test_matching_greedy_completion_is_unchanged(llm: LLM) -> None:
         assert all(masked >= own - 1e-4 for masked, own in zip(completion.logprobs, plain.logprobs, strict=True))
 
 
-def test_adapter_completions_match_schema(llm: LLM, world: World) -> None:
+def test_adapter_completions_match_schema(llm: LLM, world: ReferenceModels) -> None:
     names = [*world.adapters, None]
     completions = llm.generate(["hello"] * 4, sampled_params(4), LONG, adapter=names, structure=STRUCTURES["json"])
     for completion in completions:
         check(completion, PERSON)
 
 
-def test_adapter_with_larger_vocabulary_matches_schema(world: World, tmp_path: Path) -> None:
+def test_adapter_with_larger_vocabulary_matches_schema(world: ReferenceModels, tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(['{"name":', "ADDED"] + [f"<added-{i}>" for i in range(25)])
     base = make_model(SERVED["llama"]())
@@ -152,7 +152,7 @@ def test_adapter_with_larger_vocabulary_matches_schema(world: World, tmp_path: P
     assert biased.token_ids[0] == added  # the mask includes tokens that only the adapter has
 
 
-def test_stop_string_and_length_finish_before_match(llm: LLM) -> None:
+def test_stop_string_or_length_can_finish_before_full_match(llm: LLM) -> None:
     stops = [StopParams(max_new_tokens=100, stop_strings=(" ",)), StopParams(max_new_tokens=3)]
     stopped, short = llm.generate(["the"] * 2, sampled_params(2), stops, structure=WORDS)
     assert stopped.finish_reason is FinishReason.STOP_SEQUENCE
@@ -226,7 +226,7 @@ def generate_all(llm: LLM) -> list[list[int]]:
     ],
 )
 def test_completions_do_not_depend_on_step_settings(
-    settings: dict[str, Any], world: World, expected: list[list[int]]
+    settings: dict[str, Any], world: ReferenceModels, expected: list[list[int]]
 ) -> None:
     with LLM(world.model, **SETTINGS | settings) as other:
         for _ in range(2):  # in the second round all grammars are cached
@@ -293,7 +293,7 @@ FAST_FORWARD_STOPS = [
         pytest.param({"cache_bytes": 3 * 2**14}, id="preempted"),
     ],
 )
-def test_fast_forward_gives_same_completions_in_fewer_steps(settings: dict[str, Any], world: World) -> None:
+def test_fast_forward_gives_same_completions_in_fewer_steps(settings: dict[str, Any], world: ReferenceModels) -> None:
     count = 2 * len(FAST_FORWARD_STOPS)
     names = [None, *world.adapters] * count
     with LLM(world.model, world.adapters, **SETTINGS | settings) as llm:
@@ -358,7 +358,7 @@ def test_padded_model_matches_grammar(tmp_path: Path) -> None:
             assert re.fullmatch("([a-z]{1,8} ){2,6}end", completion.text)
 
 
-def test_tensor_parallel_gives_same_completions(world: World, expected: list[list[int]]) -> None:
+def test_tensor_parallel_gives_same_completions(world: ReferenceModels, expected: list[list[int]]) -> None:
     with LLM(world.model, tensor_parallel=2, **SETTINGS) as both:
         completions = both.generate(PROMPTS[:2], sampled_params(2), LONG, structure=[WORDS, STRUCTURES["json"]])
     assert [completion.token_ids for completion in completions] == expected[:2]

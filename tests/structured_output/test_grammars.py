@@ -101,7 +101,7 @@ def chain(wrap: Wrap, count: int, per_definition: int) -> dict[str, Any]:
     return {**part, "$defs": definitions}
 
 
-def fits(schema: dict[str, Any]) -> bool:
+def is_depth_accepted(schema: dict[str, Any]) -> bool:
     try:
         check_depth(schema)
     except InputError:
@@ -114,7 +114,7 @@ def deepest(wrap: Wrap, per_definition: int) -> dict[str, Any]:
     low, high = 1, 2 * MAX_LEVELS
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(chain(wrap, middle, per_definition)) else (low, middle)
+        low, high = (middle, high) if is_depth_accepted(chain(wrap, middle, per_definition)) else (low, middle)
     return chain(wrap, low, per_definition)
 
 

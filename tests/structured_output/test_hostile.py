@@ -12,7 +12,7 @@ from lorax_server.sandbox.sandbox import Sandbox
 from lorax_server.structured_output import matcher
 from lorax_server.structured_output.grammars import from_grammar, from_json_schema, from_regex
 from lorax_server.structured_output.mask_threads import STACK_BYTES
-from lorax_server.structured_output.trials import TRIAL, GrammarTrials
+from lorax_server.structured_output.trials import TRIAL_TASK, GrammarTrials
 from lorax_server.structured_output.vocabulary import Vocabulary
 from lorax_server.types import Structure
 from tests.grids import some_fast
@@ -39,7 +39,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
     sandbox.close()
 
 
-def test_hostile_cases_are_numerous() -> None:
+def test_there_are_at_least_60_hostile_cases() -> None:
     assert len(CASES) >= 60
 
 
@@ -75,7 +75,7 @@ def test_rejected_grammar_is_not_compiled_again(driver: Driver) -> None:
 
 def test_deep_grammar_cannot_overflow_engine_stack(driver: Driver) -> None:
     """The trial compile has a quarter of the engine's stack, so grammars that pass it also compile in the engine."""
-    assert TRIAL.stack_bytes * 4 <= STACK_BYTES
+    assert TRIAL_TASK.stack_bytes * 4 <= STACK_BYTES
     results = set()
     for depth in (300, 600, 900, 1200, 1250, 1300, 1350, 1500, 2600):
         rules = [f'r{i}: "a" r{i + 1} | "b"' for i in range(depth)]
@@ -90,7 +90,7 @@ def test_deep_grammar_cannot_overflow_engine_stack(driver: Driver) -> None:
     assert results == {"the grammar is too deep", "compiled"}
 
 
-def test_large_grammar_size_is_measured(driver: Driver) -> None:
+def test_trial_measures_size_of_large_grammar(driver: Driver) -> None:
     small = driver.check(from_regex("[a-z]{3}")).result(TIMEOUT_S)
     large = driver.check(from_json_schema({"const": "x" * 60_000})).result(TIMEOUT_S)
     assert 0 < small.num_bytes < 2**20 < 10 * 2**20 < large.num_bytes
@@ -102,7 +102,7 @@ def test_pending_trials_are_limited_per_tenant(driver: Driver, tmp_path_factory:
     try:
         blocked = sandbox.submit(make_task("wait_for"), str(go))
         trials, table = GrammarTrials(sandbox), driver.tokenizer.token_table()
-        hostile = [trials.submit(from_regex(f"{i}a"), table, "hostile") for i in range(TRIAL.max_pending or 0)]
+        hostile = [trials.submit(from_regex(f"{i}a"), table, "hostile") for i in range(TRIAL_TASK.max_pending or 0)]
         with pytest.raises(OverloadedError):
             trials.submit(from_regex("b"), table, "hostile")
         hostile += [trials.submit(from_regex("0a"), table, "hostile") for _ in range(40)]  # one shared trial

@@ -25,7 +25,7 @@ from lorax_server.structured_output.vocabulary import (
     Vocabulary,
     VocabularyCache,
 )
-from lorax_server.text.token_table import MAX_IDS, make_token_table
+from lorax_server.text.token_table import MAX_TOKEN_IDS, make_token_table
 from lorax_server.text.tokenizer import load_tokenizer
 from lorax_server.types import Request, SamplingParams, StopParams, TokenTable
 from tests.models.tiny import SERVED, make_model, make_tokenizer, save
@@ -82,7 +82,7 @@ class Gate:
 # --- Masks ------------------------------------------------------------------------------------------------------------
 
 
-def test_slow_masks_do_not_delay_fast_ones(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_masks_do_not_delay_fast_masks(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matcher, "MAX_FAST_MASK_S", 60.0)  # independent of machine load
     fast, random = driver.start(LETTERS), np.random.default_rng(0)
     for _ in range(matcher.NUM_TIMED_MASKS):
@@ -100,7 +100,7 @@ def test_slow_masks_do_not_delay_fast_ones(driver: Driver, monkeypatch: pytest.M
     assert set(driver.structured_output.collect_masks(slow, TIMEOUT_S)) == set(slow)
 
 
-def test_grammar_with_slow_masks_is_not_fast(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_of_slow_grammar_are_not_batched(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matcher, "MAX_FAST_MASK_S", -1.0)
     request_id, random = driver.start(LETTERS), np.random.default_rng(0)
     for _ in range(3 * matcher.NUM_TIMED_MASKS):
@@ -113,7 +113,7 @@ def test_grammar_with_slow_masks_is_not_fast(driver: Driver, monkeypatch: pytest
     assert driver.allowed(request_id)
 
 
-def test_slow_batch_times_its_grammars_again(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_batch_measures_mask_times_again(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matcher, "MAX_FAST_MASK_S", 60.0)
     monkeypatch.setattr(manager, "MAX_BATCH_S", -60.0)
     request_id, random = driver.start(LETTERS), np.random.default_rng(0)
@@ -432,7 +432,9 @@ def test_grammar_is_compiled_again_after_many_tokens(driver: Driver, monkeypatch
 
 
 @pytest.mark.usefixtures("one_by_one")
-def test_failed_grammar_is_dropped_and_completion_repeated(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_completion_continues_with_recompiled_grammar_after_failure(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A shared limit that earlier completions reached must not fail a later completion."""
     compiles, consume = Compiles(monkeypatch), GrammarState.consume
 
@@ -536,7 +538,7 @@ def test_vocabulary_in_use_is_always_found(driver: Driver) -> None:
 
 def test_sparse_token_ids_are_rejected(driver: Driver) -> None:
     with pytest.raises(NotSupportedError, match="token ids below"):
-        make_token_table(driver.tokenizer.detokenizer, MAX_IDS + 1)
+        make_token_table(driver.tokenizer.detokenizer, MAX_TOKEN_IDS + 1)
 
 
 def test_padded_step_waits_for_its_masks(driver: Driver) -> None:

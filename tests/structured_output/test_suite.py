@@ -60,7 +60,7 @@ def has_other_spelling(keyword: str, group: str, test: str) -> bool:
     return (keyword in ("const", "enum", "type") and is_number) or is_order
 
 
-def test_json_schema_test_suite(
+def test_json_schema_test_suite_results_are_as_expected(
     vocabulary: Vocabulary, tokenizer: TextTokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     counts: Counter[str] = Counter()

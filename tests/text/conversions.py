@@ -9,9 +9,9 @@ from typing import Any
 
 from lorax_server.sandbox.task import TaskError
 from lorax_server.text import convert_task
-from lorax_server.text.convert_task import CONVERT
+from lorax_server.text.convert_task import CONVERT_TASK
 
-PATIENT = CONVERT._replace(cpu_s=500.0, wall_s=500.0, niceness=0)  # must succeed on a busy machine
+PATIENT = CONVERT_TASK._replace(cpu_s=500.0, wall_s=500.0, niceness=0)  # must succeed on a busy machine
 RECORD = PATIENT._replace(function="tests.text.conversions:record")
 HANG = PATIENT._replace(function="tests.text.conversions:hang")
 OVERFILL = PATIENT._replace(function="tests.text.conversions:overfill")

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from lorax_server.errors import BusyError, TemplateError
 from lorax_server.sandbox.sandbox import Sandbox
 from lorax_server.sandbox.task import MAX_ERROR_CHARACTERS, SandboxTask
-from lorax_server.text.chat_template import MAX_CHARACTERS, REJECT_S, RENDER, ChatTemplate, TemplateRenderer
+from lorax_server.text.chat_template import MAX_CHARACTERS, REJECT_S, RENDER_TASK, ChatTemplate, TemplateRenderer
 from tests.test_imports import imported_by
 from tests.text.sandbox_workers import find_workers, wait_until_busy
 
@@ -24,7 +24,7 @@ SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 HI = [{"role": "user", "content": "Hi"}]
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 LONG_S = 120.0  # for renders that must succeed, however busy the machine
-PATIENT = RENDER._replace(cpu_s=LONG_S, wall_s=LONG_S)
+PATIENT = RENDER_TASK._replace(cpu_s=LONG_S, wall_s=LONG_S)
 IMPATIENT = PATIENT._replace(cpu_s=0.2)  # for endless templates
 _T = TypeVar("_T")
 
@@ -44,7 +44,7 @@ def shared() -> Iterator[Sandbox]:
         yield sandbox
 
 
-class Lone:
+class SingleWorkerRenderer:
     """A sandbox with one worker, and a renderer for templates that must succeed."""
 
     def __init__(self) -> None:
@@ -69,10 +69,10 @@ class Lone:
 
 
 @pytest.fixture
-def lone() -> Iterator[Lone]:
-    lone = Lone()
-    with closing(lone.sandbox):
-        yield lone
+def single_worker() -> Iterator[SingleWorkerRenderer]:
+    single_worker = SingleWorkerRenderer()
+    with closing(single_worker.sandbox):
+        yield single_worker
 
 
 def render_short(sandbox: Sandbox, source: str, messages: Any = HI, **variables: Any) -> str:
@@ -197,7 +197,7 @@ CHATS: list[tuple[list[dict[str, Any]], dict[str, Any]]] = [
 ]
 
 
-def test_prompts_match_transformers(lone: Lone) -> None:
+def test_prompts_match_transformers(single_worker: SingleWorkerRenderer) -> None:
     oracle = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), **SPECIAL)
     cases = [(source, *chat) for source in STYLES.values() for chat in CHATS]
 
@@ -210,7 +210,7 @@ def test_prompts_match_transformers(lone: Lone) -> None:
 
     async def work() -> None:
         renders = [
-            lone.renderer.render(template(source), messages, add_generation_prompt=True, **variables)
+            single_worker.renderer.render(template(source), messages, add_generation_prompt=True, **variables)
             for source, messages, variables in cases
         ]
         num_prompts = 0
@@ -232,10 +232,10 @@ def test_strftime_now_returns_current_time(shared: Sandbox) -> None:
     assert len(year) == 4
 
 
-def test_template_variables_may_have_any_name(lone: Lone) -> None:
+def test_template_variables_may_have_any_name(single_worker: SingleWorkerRenderer) -> None:
     names = {"self": 1, "template": 2, "messages": 3, "source": 4, "tenant": 5}
     source = "{{ template }}{{ source }}{{ tenant }}{{ messages[0].content }}"
-    assert run(lone.renderer.render(template(source), HI, **names)) == "245Hi"
+    assert run(single_worker.renderer.render(template(source), HI, **names)) == "245Hi"
 
 
 def test_concurrent_renders_do_not_mix_prompts(shared: Sandbox) -> None:
@@ -251,10 +251,10 @@ def test_concurrent_renders_do_not_mix_prompts(shared: Sandbox) -> None:
     run(work())
 
 
-def test_three_megabyte_chat_can_be_rendered(lone: Lone) -> None:
+def test_three_megabyte_chat_can_be_rendered(single_worker: SingleWorkerRenderer) -> None:
     chat = [{"role": "user", "content": "x" * 1000}] * 3000
     source = template("{% for m in messages %}{{ m.content }}{% endfor %}")
-    assert run(lone.renderer.render(source, chat)) == "x" * 3 * 10**6
+    assert run(single_worker.renderer.render(source, chat)) == "x" * 3 * 10**6
 
 
 # --- Errors -----------------------------------------------------------------------------------------------------------
@@ -302,10 +302,10 @@ def test_prompt_at_character_limit_can_be_rendered(shared: Sandbox) -> None:
 
 
 @pytest.mark.parametrize("character", ["\x00", "a", "👍"])
-def test_default_limit_counts_characters_not_bytes(character: str, lone: Lone) -> None:
-    assert lone.render(f"{{{{ '{character}' * {MAX_CHARACTERS} }}}}") == (character * MAX_CHARACTERS)
+def test_default_limit_counts_characters_not_bytes(character: str, single_worker: SingleWorkerRenderer) -> None:
+    assert single_worker.render(f"{{{{ '{character}' * {MAX_CHARACTERS} }}}}") == (character * MAX_CHARACTERS)
     with pytest.raises(TemplateError, match="more than 4000000 characters"):
-        lone.render(f"{{{{ '{character}' * {MAX_CHARACTERS + 1} }}}}")
+        single_worker.render(f"{{{{ '{character}' * {MAX_CHARACTERS + 1} }}}}")
 
 
 def test_long_template_error_is_truncated(shared: Sandbox) -> None:
@@ -314,9 +314,9 @@ def test_long_template_error_is_truncated(shared: Sandbox) -> None:
     assert len(str(rejected.value)) == MAX_ERROR_CHARACTERS
 
 
-def test_template_cannot_change_next_render_variables(lone: Lone) -> None:
-    assert lone.render("{% set bos_token = 'x' %}{{ bos_token }}") == "x"
-    assert lone.render("{{ bos_token }}") == "<s>"
+def test_template_cannot_change_next_render_variables(single_worker: SingleWorkerRenderer) -> None:
+    assert single_worker.render("{% set bos_token = 'x' %}{{ bos_token }}") == "x"
+    assert single_worker.render("{{ bos_token }}") == "<s>"
 
 
 @pytest.mark.parametrize(
@@ -331,13 +331,13 @@ def test_invalid_messages_are_rejected(messages: Any, variables: Any, reason: st
         render_short(shared, "{{ messages[0].content }}{{ name }}", messages, **variables)
 
 
-def test_deeply_nested_messages_fail_only_their_render(lone: Lone) -> None:
+def test_deeply_nested_messages_fail_only_their_render(single_worker: SingleWorkerRenderer) -> None:
     deep: Any = "end"
     for _ in range(100_000):
         deep = [deep]
     with pytest.raises(TemplateError, match="nested too deeply"):
-        lone.render("x", [{"content": deep}])
-    assert lone.render("x") == "x"
+        single_worker.render("x", [{"content": deep}])
+    assert single_worker.render("x") == "x"
     while isinstance(deep, list):  # freeing the nested list in one step would also recurse
         deep = deep[0]
 
@@ -345,20 +345,20 @@ def test_deeply_nested_messages_fail_only_their_render(lone: Lone) -> None:
 # --- Hostile templates ------------------------------------------------------------------------------------------------
 
 
-def test_endless_template_is_killed_and_temporarily_rejected(lone: Lone) -> None:
+def test_endless_template_is_killed_and_temporarily_rejected(single_worker: SingleWorkerRenderer) -> None:
     now = [0.0]
-    impatient = lone.make_renderer(IMPATIENT, clock=lambda: now[0])
+    impatient = single_worker.make_renderer(IMPATIENT, clock=lambda: now[0])
 
     async def work() -> None:
-        first = await lone.start_worker()
+        first = await single_worker.start_worker()
         with pytest.raises(TemplateError, match=r"takes longer than 0\.2 s"):
             await impatient.render(template(ENDLESS), HI)
         assert not first.is_running()
-        second = await lone.start_worker()
+        second = await single_worker.start_worker()
         now[0] = REJECT_S - 1
         with pytest.raises(TemplateError, match="not tried again for 60 s"):
             await impatient.render(template(ENDLESS), HI)
-        assert lone.find_workers() == [second]
+        assert single_worker.find_workers() == [second]
         now[0] = REJECT_S
         with pytest.raises(TemplateError, match="takes longer than"):
             await impatient.render(template(ENDLESS), HI)
@@ -366,24 +366,24 @@ def test_endless_template_is_killed_and_temporarily_rejected(lone: Lone) -> None
     run(work())
 
 
-def test_template_with_zero_reject_time_is_retried(lone: Lone) -> None:
+def test_template_with_zero_reject_time_is_retried(single_worker: SingleWorkerRenderer) -> None:
     """`reject_s` is 0 for the base model's template, because messages can make it slow."""
     source = template("{% if messages[0].content == 'loop' %}" + ENDLESS + "{% endif %}done")
-    renderer = lone.make_renderer(PATIENT._replace(cpu_s=1.0), reject_s=0)
+    renderer = single_worker.make_renderer(PATIENT._replace(cpu_s=1.0), reject_s=0)
     with pytest.raises(TemplateError, match="takes longer than"):
         run(renderer.render(source, [{"content": "loop"}]))
     assert run(renderer.render(source, HI)) == "done"
 
 
-def test_renders_queued_behind_endless_templates_finish(lone: Lone) -> None:
-    impatient = lone.make_renderer(IMPATIENT)
+def test_renders_queued_behind_endless_templates_finish(single_worker: SingleWorkerRenderer) -> None:
+    impatient = single_worker.make_renderer(IMPATIENT)
 
     async def work() -> None:
         renders = [
             impatient.render(template(ENDLESS), HI),
-            lone.renderer.render(template("{{ messages[0].content }}"), HI),
+            single_worker.renderer.render(template("{{ messages[0].content }}"), HI),
             impatient.render(template("{{ 9 ** (9 ** 9) }}"), HI),
-            lone.renderer.render(template("{{ bos_token }}"), HI),
+            single_worker.renderer.render(template("{{ bos_token }}"), HI),
         ]
         loop, content, power, bos = await asyncio.gather(*renders, return_exceptions=True)
         assert (content, bos) == ("Hi", "<s>")
@@ -404,12 +404,12 @@ def test_renders_queued_behind_endless_templates_finish(lone: Lone) -> None:
         "{{ 'a' | center(10**9) }}",
     ],
 )
-def test_template_memory_limit_replaces_worker(source: str, lone: Lone) -> None:
+def test_template_memory_limit_replaces_worker(source: str, single_worker: SingleWorkerRenderer) -> None:
     async def work() -> None:
-        first = await lone.start_worker()
+        first = await single_worker.start_worker()
         with pytest.raises(TemplateError, match="memory"):
-            await lone.renderer.render(template(source), HI)
-        assert await lone.start_worker() != first
+            await single_worker.renderer.render(template(source), HI)
+        assert await single_worker.start_worker() != first
 
     run(work())
 
@@ -417,56 +417,56 @@ def test_template_memory_limit_replaces_worker(source: str, lone: Lone) -> None:
 # --- Busy machines and lost workers -----------------------------------------------------------------------------------
 
 
-def test_render_on_busy_machine_raises_busy_error(lone: Lone) -> None:
-    stalled = lone.make_renderer(PATIENT._replace(wall_s=0.2))
+def test_render_on_busy_machine_raises_busy_error(single_worker: SingleWorkerRenderer) -> None:
+    stalled = single_worker.make_renderer(PATIENT._replace(wall_s=0.2))
 
     async def work() -> None:
-        first = await lone.start_worker()
+        first = await single_worker.start_worker()
         first.send_signal(signal.SIGSTOP)
         with pytest.raises(BusyError, match="the machine is busy") as rejected:
             await stalled.render(template("fine"), HI)
         assert rejected.value.retry_after_s is not None
-        assert await lone.start_worker() != first
+        assert await single_worker.start_worker() != first
 
     run(work())
 
 
-def test_template_time_limit_counts_cpu_time_only(lone: Lone) -> None:
+def test_template_time_limit_counts_cpu_time_only(single_worker: SingleWorkerRenderer) -> None:
     task = PATIENT._replace(cpu_s=1.0)
 
     async def work() -> None:
-        worker = await lone.start_worker()
+        worker = await single_worker.start_worker()
         worker.send_signal(signal.SIGSTOP)
-        render = asyncio.create_task(lone.make_renderer(task).render(template("fine"), HI))
+        render = asyncio.create_task(single_worker.make_renderer(task).render(template("fine"), HI))
         await asyncio.sleep(1.5 * task.cpu_s)
         worker.send_signal(signal.SIGCONT)
         assert await render == "fine"
-        assert lone.find_workers() == [worker]
+        assert single_worker.find_workers() == [worker]
 
     run(work())
 
 
-def test_render_queue_timeout_raises_busy_error(lone: Lone) -> None:
+def test_render_queue_timeout_raises_busy_error(single_worker: SingleWorkerRenderer) -> None:
     async def work() -> None:
-        worker = await lone.start_worker()
+        worker = await single_worker.start_worker()
         worker.send_signal(signal.SIGSTOP)
-        first = asyncio.create_task(lone.renderer.render(template("first"), HI))
+        first = asyncio.create_task(single_worker.renderer.render(template("first"), HI))
         await asyncio.sleep(0)  # queue the first render
         with pytest.raises(BusyError, match="did not finish within") as rejected:
-            await lone.make_renderer(wait_s=0.2).render(template("second"), HI)
+            await single_worker.make_renderer(wait_s=0.2).render(template("second"), HI)
         assert rejected.value.retry_after_s is not None
         worker.send_signal(signal.SIGCONT)
         assert await first == "first"
-        assert await lone.renderer.render(template("third"), HI) == "third"
+        assert await single_worker.renderer.render(template("third"), HI) == "third"
 
     run(work())
 
 
-def test_killed_worker_fails_its_render_and_is_replaced(lone: Lone) -> None:
+def test_killed_worker_fails_its_render_and_is_replaced(single_worker: SingleWorkerRenderer) -> None:
     async def work() -> None:
-        victim = await lone.start_worker()
-        render = asyncio.create_task(lone.renderer.render(template(ENDLESS), HI))
-        waiting = asyncio.create_task(lone.renderer.render(template("next"), HI))
+        victim = await single_worker.start_worker()
+        render = asyncio.create_task(single_worker.renderer.render(template(ENDLESS), HI))
+        waiting = asyncio.create_task(single_worker.renderer.render(template("next"), HI))
         await wait_until_busy(victim)
         victim.kill()
         with pytest.raises(TemplateError, match=r"it crashed its process \(SIGKILL\)"):
@@ -476,42 +476,42 @@ def test_killed_worker_fails_its_render_and_is_replaced(lone: Lone) -> None:
     run(work())
 
 
-def test_cancelled_render_does_not_affect_next_render(lone: Lone) -> None:
+def test_cancelled_render_does_not_affect_next_render(single_worker: SingleWorkerRenderer) -> None:
     async def work() -> None:
-        worker = await lone.start_worker()
+        worker = await single_worker.start_worker()
         slow = template("{% for i in range(99999) %}{% endfor %}cancelled")
-        cancelled = [asyncio.create_task(lone.renderer.render(slow, HI)) for _ in range(3)]
-        kept = asyncio.create_task(lone.renderer.render(template("kept"), HI))
+        cancelled = [asyncio.create_task(single_worker.renderer.render(slow, HI)) for _ in range(3)]
+        kept = asyncio.create_task(single_worker.renderer.render(template("kept"), HI))
         await wait_until_busy(worker)
         for task in cancelled:
             task.cancel()
         assert await kept == "kept"
         assert all(task.cancelled() for task in cancelled)
-        assert lone.find_workers() == [worker]
+        assert single_worker.find_workers() == [worker]
 
     run(work())
 
 
-def test_sandbox_close_fails_queued_renders_with_busy_error(lone: Lone) -> None:
+def test_sandbox_close_fails_queued_renders_with_busy_error(single_worker: SingleWorkerRenderer) -> None:
     async def work() -> None:
-        worker = await lone.start_worker()
-        renders = [asyncio.create_task(lone.renderer.render(template(ENDLESS), HI)) for _ in range(3)]
+        worker = await single_worker.start_worker()
+        renders = [asyncio.create_task(single_worker.renderer.render(template(ENDLESS), HI)) for _ in range(3)]
         await wait_until_busy(worker)
-        await asyncio.to_thread(lone.sandbox.close)
+        await asyncio.to_thread(single_worker.sandbox.close)
         for error in await asyncio.gather(*renders, return_exceptions=True):
             assert isinstance(error, BusyError)
             assert "stopping" in str(error)
         assert not worker.is_running()
         with pytest.raises(BusyError, match="stopping"):
-            await lone.renderer.render(template("x"), HI)
+            await single_worker.renderer.render(template("x"), HI)
 
     run(work())
 
 
-def test_render_worker_has_no_secrets(lone: Lone, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_render_worker_has_no_secrets(single_worker: SingleWorkerRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("LANG", "C.UTF-8")
-    environment = run(lone.start_worker()).environ()
+    environment = run(single_worker.start_worker()).environ()
     assert environment["LANG"] == "C.UTF-8"
     assert "HF_TOKEN" not in environment
     assert set(environment) < {*os.environ, "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "HF_HUB_OFFLINE"}

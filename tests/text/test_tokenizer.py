@@ -22,7 +22,7 @@ from lorax_server.models.pretrained import eos_token_ids, load_generation_eos
 from lorax_server.sandbox.sandbox import Sandbox
 from lorax_server.sandbox.task import ENVIRONMENT, SandboxTask, TaskError
 from lorax_server.text import convert_task, tokenizer
-from lorax_server.text.convert_task import CONVERT
+from lorax_server.text.convert_task import CONVERT_TASK
 from lorax_server.text.generation_defaults import GenerationDefaults, load_generation_defaults
 from lorax_server.text.tokenizer import (
     PLAIN_CLASSES,
@@ -96,7 +96,7 @@ def load_adapter_tokenizer(folder: Path, base: TextTokenizer, base_folder: Path)
 
 @pytest.fixture(autouse=True)
 def _patient_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer, "CONVERT", PATIENT)
+    monkeypatch.setattr(tokenizer, "CONVERT_TASK", PATIENT)
 
 
 class InlineSandbox(Sandbox):
@@ -105,7 +105,7 @@ class InlineSandbox(Sandbox):
     conversions: ClassVar[list[tuple[Any, ...]] | None] = None  # their arguments
 
     def submit(self, task: SandboxTask, *args: Any, tenant: str = "") -> "Future[bytes]":
-        assert task.function == CONVERT.function
+        assert task.function == CONVERT_TASK.function
         assert self.conversions is not None, "use the fixture `converts`"
         self.conversions.append(args)
         future: Future[bytes] = Future()
@@ -316,13 +316,13 @@ def test_conversion_error_message_is_truncated(
 def test_conversion_limits_cpu_time_and_file_size(
     task: SandboxTask, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenizer, "CONVERT", task)
+    monkeypatch.setattr(tokenizer, "CONVERT_TASK", task)
     with pytest.raises(ConfigError, match=f"the tokenizer cannot be converted: .*{reason}"):
         load_tokenizer(save_vocab_and_merges(tmp_path))
 
 
 def test_hanging_conversion_raises_busy_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer, "CONVERT", HANG._replace(wall_s=0.1))
+    monkeypatch.setattr(tokenizer, "CONVERT_TASK", HANG._replace(wall_s=0.1))
     with pytest.raises(BusyError, match=r"took more than 0\.1 s"):
         load_tokenizer(save_vocab_and_merges(tmp_path))
 
@@ -331,7 +331,7 @@ def test_conversion_environment_has_no_secrets(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("HOME", "/home/of/the/server")
     monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/lib")
-    monkeypatch.setattr(tokenizer, "CONVERT", RECORD)
+    monkeypatch.setattr(tokenizer, "CONVERT_TASK", RECORD)
     with pytest.raises(ConfigError, match="recorded"):
         load_tokenizer(save_vocab_and_merges(tmp_path))
     seen = json.loads((tmp_path / "seen.json").read_text())

@@ -241,7 +241,7 @@ def test_adapter_is_loaded_after_last_chunk() -> None:
 
 
 @pytest.mark.parametrize("is_follower", [False, True])
-def test_loads_wait_for_steps_only_on_followers(is_follower: bool) -> None:
+def test_loads_wait_for_submitted_steps_only_on_follower_ranks(is_follower: bool) -> None:
     lane = FakeCopyStream()
     with make_async_memory(lane, 64, is_follower=is_follower) as memory:
         assert lane.num_follows == 1  # after zeroing

@@ -29,7 +29,7 @@ from tests.grids import slow_except
 from tests.lora import GivenAdapter, random_factors
 from tests.parity.adapters.served import make_model
 from tests.parity.variants import QUICK, VARIANTS
-from tests.worker.test_graphs import BLOCK_SIZE, CPU, MAX_LENGTH, RandomPlans, Rig, make_hosts
+from tests.worker.test_graphs import BLOCK_SIZE, CPU, MAX_LENGTH, RandomPlans, Rig, make_host_adapters
 
 SIZES = GraphSizes.choose_for_cpu()
 UNRECORDED = "llama-fp8-kv"  # uses reference attention
@@ -117,7 +117,7 @@ def test_cpu_graphs_match_eager_steps_bitwise(name: str) -> None:
     All rows are greedy, because sampling is not part of the graph.
     """
     model = make_model(name, CPU)
-    recorded = run_random_plans(model, make_hosts(model), seed=125, steps=32, sampling=False)
+    recorded = run_random_plans(model, make_host_adapters(model), seed=125, steps=32, sampling=False)
     assert len(recorded.kinds) > 3
     assert {kind.has_adapters for kind in recorded.kinds} == {False, True}
     assert recorded.longest == MAX_LENGTH - 1, "sequences stop at this length"
@@ -126,7 +126,7 @@ def test_cpu_graphs_match_eager_steps_bitwise(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama-gqa", "gpt2", "opt-projection", "neox-parallel", "qwen3-window"])
 def test_cpu_graphs_match_eager_steps_with_all_adapter_methods(name: str) -> None:
     model = make_model(name, CPU)
-    assert run_random_plans(model, [*make_mixed_host_adapters(model), *make_hosts(model)[:2]], steps=60).kinds
+    assert run_random_plans(model, [*make_mixed_host_adapters(model), *make_host_adapters(model)[:2]], steps=60).kinds
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "gpt2"])
@@ -149,7 +149,7 @@ def test_half_precision_cpu_graphs_match_eager_steps(dtype: torch.dtype) -> None
     tensors = {name: tensor * 10 for name, tensor in LlamaForCausalLM(config).state_dict().items()}
     weights = Weights(tensors, device=CPU, dtype=dtype, process_group=FakeGroup(), ops=select_ops(CPU))
     model = FlashLlamaForCausalLM("", config, weights)
-    assert len(run_random_plans(model, make_hosts(model)).kinds) > 3
+    assert len(run_random_plans(model, make_host_adapters(model)).kinds) > 3
 
 
 # --- Changes between steps --------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def test_cpu_graphs_match_eager_steps_up_to_max_length() -> None:
 
 def test_cpu_graphs_follow_adapter_moves_and_replacements() -> None:
     model = make_model("llama-gqa", CPU)
-    hosts = make_hosts(model)
+    hosts = make_host_adapters(model)
     eager, recorded = make_pair(model, hosts)
     duet, places = TwoSequencePlans(), {}
     check_step(eager, recorded, duet.plan([1, 2], [Load("0", 1, 0), Load("1", 2, 0)]))
@@ -234,7 +234,7 @@ def test_cpu_graphs_match_eager_steps_after_rotary_table_growth(monkeypatch: pyt
     assert recorded.graphs._rotary_capacity == 32
 
 
-def known_plan(
+def make_two_sequence_plan(
     step: int, starts: Sequence[int], counts: Sequence[int], ops: Sequence[Any] = (), samples: bool = False
 ) -> StepPlan:
     """Plan a step for two sequences with prompts of three tokens and known completions."""
@@ -258,15 +258,15 @@ def known_plan(
 @pytest.mark.parametrize("name", ["llama-gqa", "gpt2", "qwen3-window"])
 def test_forced_tokens_match_single_steps_bitwise(name: str) -> None:
     model = make_model(name, CPU)
-    hosts, ops = make_hosts(model), [Load("0", 1, 0), Load("1", 2, 0)]
+    hosts, ops = make_host_adapters(model), [Load("0", 1, 0), Load("1", 2, 0)]
     walking, jumping = (WatchedRig(model, hosts, graph_sizes=SIZES) for _ in range(2))
     for rig in (walking, jumping):
-        rig.collect(known_plan(1, [0, 0], [3, 3], ops))
+        rig.collect(make_two_sequence_plan(1, [0, 0], [3, 3], ops))
     walked = list[torch.Tensor]()
     for step in range(5):
-        walking.collect(known_plan(2 + step, [3 + step, 3 + step], [1, 1]))
+        walking.collect(make_two_sequence_plan(2 + step, [3 + step, 3 + step], [1, 1]))
         walked.append(walking.hidden)
-    jumping.collect(known_plan(2, [3, 3], [5, 2]))
+    jumping.collect(make_two_sequence_plan(2, [3, 3], [5, 2]))
     expected = torch.cat([*(hidden[:1] for hidden in walked), *(hidden[1:] for hidden in walked[:2])])
     assert torch.equal(jumping.hidden.view(torch.uint8), expected.view(torch.uint8))
     assert jumping.kinds == {GraphKey(7, has_adapters=True)}
@@ -275,7 +275,11 @@ def test_forced_tokens_match_single_steps_bitwise(name: str) -> None:
 def test_forced_tokens_are_not_split_without_graphs() -> None:
     model = make_model(UNRECORDED, CPU)
     rig, eager = WatchedRig(model, [], graph_sizes=SIZES), WatchedRig(model, [])
-    for plan in (known_plan(1, [0, 0], [3, 3]), known_plan(2, [3, 3], [1, 1]), known_plan(3, [4, 4], [5, 2])):
+    for plan in (
+        make_two_sequence_plan(1, [0, 0], [3, 3]),
+        make_two_sequence_plan(2, [3, 3], [1, 1]),
+        make_two_sequence_plan(3, [4, 4], [5, 2]),
+    ):
         check_step(eager, rig, replace(plan, adapter_indices=np.zeros(2, np.int64)))
     assert not rig.kinds
     assert rig.runner._layout is not None
@@ -288,7 +292,7 @@ def test_forced_tokens_are_not_split_without_graphs() -> None:
 def test_unrecordable_model_runs_without_graphs(caplog: pytest.LogCaptureFixture) -> None:
     model = make_model(UNRECORDED, CPU)
     with caplog.at_level(logging.INFO):
-        assert not run_random_plans(model, make_hosts(model)).kinds
+        assert not run_random_plans(model, make_host_adapters(model)).kinds
     assert [record.message for record in caplog.records if "without CPU graphs" in record.message]
 
 
@@ -310,7 +314,7 @@ def test_cpu_graphs_cover_all_small_decode_batches() -> None:
 @torch.inference_mode()
 def test_graphs_share_memory_of_largest_graph() -> None:
     model = make_model("llama-gqa", CPU)
-    rig = WatchedRig(model, make_hosts(model), graph_sizes=GraphSizes.choose_for_cpu(), max_num_seqs=64)
+    rig = WatchedRig(model, make_host_adapters(model), graph_sizes=GraphSizes.choose_for_cpu(), max_num_seqs=64)
     graphs, taken = rig.graphs, set()
     recorder: Any = graphs._recorder
     for size in (1, 64, 17, 2):

@@ -53,7 +53,7 @@ def test_warmup_layers_cover_all_layer_types(name: str, num_warmup_layers: int) 
 # --- Random step plans ------------------------------------------------------------------------------------------------
 
 
-def make_hosts(model: PagedCausalLM) -> list[HostAdapter]:
+def make_host_adapters(model: PagedCausalLM) -> list[HostAdapter]:
     """Prepare adapters with several ranks. The last two lack modules or have only a bias."""
     targets, vocab_size = collect_adapter_targets(model), model.config.vocab_size
     dtype, device = model.lm_head.linear.weight.dtype, model.device
@@ -225,7 +225,7 @@ def check_same(model: PagedCausalLM, hosts: list[HostAdapter], seed: int, *, ste
 @pytest.mark.parametrize("name", NAMES)
 def test_padded_inputs_match_unpadded_tokens(name: str) -> None:
     model = make_model(name, CPU)
-    check_same(model, make_hosts(model), len(name), steps=16, capture=False)
+    check_same(model, make_host_adapters(model), len(name), steps=16, capture=False)
 
 
 def test_padded_inputs_without_adapters_match_unpadded_tokens() -> None:
@@ -284,14 +284,14 @@ def gpu_model(name: str) -> PagedCausalLM:
 def test_graphs_match_eager_tokens(name: str, seed: int) -> None:
     """Graphs are captured without adapters and replayed with adapters of any rank and target modules."""
     model = gpu_model(name)
-    check_same(model, make_hosts(model), seed, capture=True)
+    check_same(model, make_host_adapters(model), seed, capture=True)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_graphs_match_eager_tokens(dtype: torch.dtype) -> None:
     model = half_model(dtype, (4, 2), 64)
-    check_same(model, make_hosts(model), 1, capture=True)
+    check_same(model, make_host_adapters(model), 1, capture=True)
 
 
 @pytest.mark.gpu
@@ -300,7 +300,9 @@ def test_half_precision_graphs_match_eager_tokens(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("with_adapters", [False, True])
 def test_decode_step_does_not_synchronize_host(sampling: bool, with_adapters: bool) -> None:
     model = gpu_model("llama-gqa")
-    rig = Rig(model, make_hosts(model) if with_adapters else [], graph_sizes=GraphSizes(graph_sizes(MAX_NUM_SEQS)))
+    rig = Rig(
+        model, make_host_adapters(model) if with_adapters else [], graph_sizes=GraphSizes(graph_sizes(MAX_NUM_SEQS))
+    )
     run_random_sequences = RandomPlans(len(RANKS) * with_adapters, seed=3, sampling=sampling)
     num_checked = 0
     for number, plan in enumerate(run_random_sequences.plans(40)):

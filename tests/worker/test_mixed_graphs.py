@@ -26,7 +26,7 @@ from tests.worker.test_graphs import (
     close_rigs,  # noqa: F401 - a fixture
     gpu_model,
     half_model,
-    make_hosts,
+    make_host_adapters,
 )
 from tests.worker.test_inputs import make_plan
 
@@ -80,7 +80,7 @@ class Traffic:
         ops = self.change_adapters()
         new, blocks = self.join()
         order = sorted(self.running, key=lambda each: each.adapter)
-        counts = self.share_out(order)
+        counts = self.assign_tokens(order)
         order = [each for each in order if counts.get(each.slot)]
         plan = StepPlan(
             self.step,
@@ -98,7 +98,7 @@ class Traffic:
             each.computed += counts[each.slot]
         return plan
 
-    def share_out(self, order: Sequence[Running]) -> dict[int, int]:
+    def assign_tokens(self, order: Sequence[Running]) -> dict[int, int]:
         """Assign one token to each decoding sequence and the remaining tokens to prompt chunks."""
         counts = {each.slot: 1 for each in order if each.computed >= len(each.prompt)}
         left = self.draw.randint(0, self.most) - len(counts)
@@ -186,7 +186,7 @@ SMALL: dict[str, Any] = {"max_num_seqs": 7, "max_length": 30, "block_size": 4}
 @pytest.mark.parametrize("name", slow_except(["llama-gqa", "gpt2"], NAMES))
 def test_padded_inputs_match_unpadded_tokens(name: str) -> None:
     model, sizes = make_model(name, CPU), (12, 24)
-    hosts = make_hosts(model)
+    hosts = make_host_adapters(model)
     rigs = make_rigs(model, hosts, SMALL, {}, {"graph_sizes": GraphSizes([1, 4], sizes), "capture": False})
     traffic = Traffic(**SMALL, most=30, num_hosts=len(hosts), seed=len(name))
     assert check_traffic(traffic, rigs, 50, is_close) == set(sizes)
@@ -202,7 +202,7 @@ def test_padded_inputs_without_adapters_match_unpadded_tokens() -> None:
 def test_padded_inputs_of_all_sizes_match_unpadded_tokens(size: int) -> None:
     shape: dict[str, Any] = {"max_num_seqs": 24, "max_length": 64, "block_size": 8}
     model = make_model("qwen3-window", CPU)
-    hosts = make_hosts(model)
+    hosts = make_host_adapters(model)
     rigs = make_rigs(model, hosts, shape, {}, {"graph_sizes": GraphSizes(DECODE_GRAPH_SIZES, [size]), "capture": False})
     assert check_traffic(Traffic(**shape, most=size, num_hosts=len(hosts), seed=size), rigs, 12, is_close) == {size}
 
@@ -242,7 +242,7 @@ LARGE: dict[str, Any] = {"max_num_seqs": 40, "max_length": 400, "block_size": 16
 @pytest.mark.parametrize("name", NAMES)
 def test_mixed_graphs_match_eager_tokens(name: str) -> None:
     model = gpu_model(name)
-    hosts, sizes = make_hosts(model), (12, 24)
+    hosts, sizes = make_host_adapters(model), (12, 24)
     options = {"graph_sizes": GraphSizes([1, 4], sizes)}
     rigs = make_rigs(model, hosts, SMALL, {}, options)
     traffic = Traffic(**SMALL, most=30, num_hosts=len(hosts), seed=len(name))
@@ -280,7 +280,7 @@ def test_mixed_graphs_match_eager_launches_bitwise(
 ) -> None:
     """All adapters target all modules here, because a large step launches linears without LoRA differently."""
     model = half_model(dtype, heads, head_dim)
-    hosts = make_hosts(model)[:3] if with_adapters else []
+    hosts = make_host_adapters(model)[:3] if with_adapters else []
     found = check_all_sizes(model, hosts, MIXED_GRAPH_SIZES, {"capture": False}, is_same)
     assert found > {size for size in MIXED_GRAPH_SIZES if size <= 256}
     assert len(found) >= 13
@@ -292,7 +292,7 @@ def test_small_mixed_graphs_match_eager_with_any_adapters(
     dtype: torch.dtype, heads: tuple[int, int], head_dim: int
 ) -> None:
     model, sizes = half_model(dtype, heads, head_dim), [size for size in MIXED_GRAPH_SIZES if size <= 256]
-    assert check_all_sizes(model, make_hosts(model), sizes, {"capture": False}, is_same) == set(sizes)
+    assert check_all_sizes(model, make_host_adapters(model), sizes, {"capture": False}, is_same) == set(sizes)
 
 
 @pytest.mark.gpu
@@ -300,7 +300,7 @@ def test_small_mixed_graphs_match_eager_with_any_adapters(
 def test_graphs_of_all_sizes_match_eager_tokens(most_rank: int) -> None:
     """Large steps with an adapter rank above 64 have no graph."""
     model = half_model(torch.float32, (8, 2), 64)
-    hosts = [host for host in make_hosts(model) if int(host.table[:, Field.RANK].max()) <= most_rank]
+    hosts = [host for host in make_host_adapters(model) if int(host.table[:, Field.RANK].max()) <= most_rank]
     found = check_all_sizes(model, hosts, MIXED_GRAPH_SIZES, {"graph_sizes": None}, is_near)
     assert found > {size for size in MIXED_GRAPH_SIZES if size <= 256}
 
@@ -332,7 +332,7 @@ def test_decode_is_bitwise_equal_with_prompts_in_batch(count: int) -> None:
 @pytest.mark.parametrize("with_adapters", [False, True])
 def test_mixed_step_does_not_synchronize_host(with_adapters: bool) -> None:
     model = gpu_model("llama-gqa")
-    hosts = make_hosts(model) if with_adapters else []
+    hosts = make_host_adapters(model) if with_adapters else []
     rig = Rig(model, hosts, **SMALL, graph_sizes=GraphSizes([8], [24]))
     traffic = Traffic(**SMALL, most=24, num_hosts=len(hosts), seed=3)
     for number in range(40):

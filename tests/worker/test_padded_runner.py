@@ -51,7 +51,7 @@ def pair(request: pytest.FixtureRequest, zoo: Zoo) -> Pair:
     return zoo.pair(request.param)
 
 
-@pytest.mark.parametrize(("name", "relatives"), [("mixtral", "mistral"), ("gpt-neo-window", "gpt2, gpt_bigcode")])
+@pytest.mark.parametrize(("name", "relatives"), [("llama4-chunks", "llama"), ("gpt-neo-window", "gpt2, gpt_bigcode")])
 def test_log_names_missing_features_and_similar_types(
     name: str, relatives: str, zoo: Zoo, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -77,7 +77,7 @@ def oracle(zoo: Zoo) -> Any:
 
 
 @dataclass(eq=False)
-class Running:
+class RequestState:
     """A request and its output. `token_ids` includes tokens generated before a preemption."""
 
     prompt: Sequence[int] = PROMPT
@@ -105,13 +105,13 @@ class Engine:
     def __init__(self, lm: CausalLM, seed: int = 0) -> None:
         self.runner = PaddedRunner(lm)
         self.rng = random.Random(seed)
-        self.running: dict[int, Running] = {}
+        self.running: dict[int, RequestState] = {}
         self.num_steps = 0
 
-    def leave(self, *sequences: Running) -> None:
+    def leave(self, *sequences: RequestState) -> None:
         self.running = {slot: each for slot, each in self.running.items() if each not in sequences}
 
-    def step(self, *joining: Running) -> StepResult:
+    def step(self, *joining: RequestState) -> StepResult:
         slots = dict(zip(self._free_slots(len(joining)), joining, strict=True))
         order = [*self.running.items(), *slots.items()]
         self.rng.shuffle(order)
@@ -130,11 +130,11 @@ class Engine:
         self.num_steps += 1
         result = self.runner.collect(self.runner.submit(plan))
         self.running |= slots
-        self._note(plan, result)
+        self._record_result(plan, result)
         self.leave(*[each for each in self.running.values() if each.is_full])
         return result
 
-    def finish(self, *joining: Running) -> None:
+    def finish(self, *joining: RequestState) -> None:
         self.step(*joining)
         while self.running:
             self.step()
@@ -142,7 +142,7 @@ class Engine:
     def _free_slots(self, count: int) -> list[int]:
         return [slot for slot in range(len(self.running) + count) if slot not in self.running][:count]
 
-    def _note(self, plan: StepPlan, result: StepResult) -> None:
+    def _record_result(self, plan: StepPlan, result: StepResult) -> None:
         assert result.step == plan.step
         assert set(result.alternatives) <= set(range(len(plan.slots)))
         of_prompts = iter(enumerate(result.prompt_logprobs))
@@ -180,9 +180,9 @@ def make_plan(
     )
 
 
-def alone(lm: CausalLM, sequence: Running) -> Running:
+def alone(lm: CausalLM, sequence: RequestState) -> RequestState:
     """Run the same request in a batch of one."""
-    again = Running(sequence.prompt, sequence.sampling, sequence.stop, sequence.scores_prompt)
+    again = RequestState(sequence.prompt, sequence.sampling, sequence.stop, sequence.scores_prompt)
     Engine(lm).finish(again)
     return again
 
@@ -191,7 +191,7 @@ def alone(lm: CausalLM, sequence: Running) -> Running:
 
 
 @torch.no_grad()
-def check(oracle: Any, sequence: Running) -> None:
+def check(oracle: Any, sequence: RequestState) -> None:
     """Compare every token, logprob and alternative with transformers, run on the sequence alone without a cache."""
     ids, num_prompt, num_new = sequence.all_ids, len(sequence.prompt), len(sequence.logprobs)
     logits = oracle(torch.tensor([ids], device=oracle.device)).logits[0].cpu()
@@ -218,7 +218,9 @@ def check(oracle: Any, sequence: Running) -> None:
         check_prompt(logits, sequence, logprobs, tops)
 
 
-def check_prompt(logits: torch.Tensor, sequence: Running, found: list[float], tops: list[Alternatives] | None) -> None:
+def check_prompt(
+    logits: torch.Tensor, sequence: RequestState, found: list[float], tops: list[Alternatives] | None
+) -> None:
     logprobs, count = logits.log_softmax(-1), sequence.sampling.num_alternatives
     expected = [float(logprobs[place, token_id]) for place, token_id in enumerate(sequence.prompt[1:])]
     assert found == pytest.approx(expected, abs=TOLERANCE)
@@ -232,9 +234,9 @@ def check_prompt(logits: torch.Tensor, sequence: Running, found: list[float], to
 # --- Concurrent sequences ---------------------------------------------------------------------------------------------
 
 
-def random_sequence(rng: random.Random) -> Running:
+def random_sequence(rng: random.Random) -> RequestState:
     max_new_tokens = rng.choice([1, 2, 5, 9, 16])
-    return Running(
+    return RequestState(
         prompt=rng.choices(range(2, VOCAB), k=rng.choice([1, 1, 2, 4, 7, 19, 30])),
         sampling=replace(rng.choice(STYLES), seed=rng.randrange(2**64)),
         stop=StopParams(
@@ -247,11 +249,11 @@ def random_sequence(rng: random.Random) -> Running:
     )
 
 
-def run_random_sequences(lm: CausalLM, seed: int, steps: int = 50) -> list[Running]:
+def run_random_sequences(lm: CausalLM, seed: int, steps: int = 50) -> list[RequestState]:
     """Run sequences that join and leave randomly. Some are preempted and resume with their tokens."""
     engine, rng = Engine(lm, seed), random.Random(seed)
-    everyone: list[Running] = []
-    paused: list[Running] = []
+    everyone: list[RequestState] = []
+    paused: list[RequestState] = []
     for _ in range(steps):
         running = list(engine.running.values())
         leaving = [each for each in running if rng.random() < 0.1]
@@ -263,7 +265,8 @@ def run_random_sequences(lm: CausalLM, seed: int, steps: int = 50) -> list[Runni
         paused = [each for each in paused if each not in back] + [each for each in leaving if rng.random() < 0.5]
         everyone += joining
         resumed = [
-            Running(each.prompt, each.sampling, each.stop, each.scores_prompt, list(each.token_ids)) for each in back
+            RequestState(each.prompt, each.sampling, each.stop, each.scores_prompt, list(each.token_ids))
+            for each in back
         ]
         everyone += resumed
         engine.step(*joining, *resumed)
@@ -284,7 +287,11 @@ def test_batched_sequences_match_transformers(pair: Pair, seed: int) -> None:
 
 def test_greedy_tokens_match_generate(pair: Pair) -> None:
     engine, stop = Engine(pair.served), StopParams(max_new_tokens=12)
-    first, long, short = Running(PROMPT, stop=stop), Running(range(40, 64), stop=stop), Running(SHORT, stop=stop)
+    first, long, short = (
+        RequestState(PROMPT, stop=stop),
+        RequestState(range(40, 64), stop=stop),
+        RequestState(SHORT, stop=stop),
+    )
     engine.step(first)
     engine.step(long)
     engine.step()
@@ -300,7 +307,7 @@ def test_greedy_tokens_match_generate(pair: Pair) -> None:
 
 def test_sampling_depends_only_on_seed(lm: CausalLM) -> None:
     """Run many sequences with the same prompt that join the batch at different times."""
-    sequences = [Running(PROMPT, replace(SAMPLED, seed=seed)) for seed in (*range(30), 2**63, 2**64 - 1)]
+    sequences = [RequestState(PROMPT, replace(SAMPLED, seed=seed)) for seed in (*range(30), 2**63, 2**64 - 1)]
     engine = Engine(lm)
     for begin in range(0, len(sequences), 5):
         engine.step(*sequences[begin : begin + 5])
@@ -313,23 +320,23 @@ def test_sampling_depends_only_on_seed(lm: CausalLM) -> None:
 
 
 @pytest.mark.parametrize("style", range(len(STYLES)))
-def test_preempted_sequence_continues_unchanged(lm: CausalLM, style: int) -> None:
-    whole = Running(PROMPT, replace(STYLES[style], seed=11), StopParams(max_new_tokens=10, min_new_tokens=4))
+def test_preempted_sequence_continues_with_same_tokens(lm: CausalLM, style: int) -> None:
+    whole = RequestState(PROMPT, replace(STYLES[style], seed=11), StopParams(max_new_tokens=10, min_new_tokens=4))
     whole = alone(lm, whole)
     for cut in range(1, 10):
-        again = Running(PROMPT, whole.sampling, whole.stop, scores_prompt=True, token_ids=whole.token_ids[:cut])
-        Engine(lm).finish(again, Running(SHORT, SAMPLED))
+        again = RequestState(PROMPT, whole.sampling, whole.stop, scores_prompt=True, token_ids=whole.token_ids[:cut])
+        Engine(lm).finish(again, RequestState(SHORT, SAMPLED))
         assert again.token_ids == whole.token_ids
         assert len(again.prompt_logprobs[0]) == len(PROMPT) - 1
 
 
 def test_slot_is_reusable_in_next_step(lm: CausalLM, oracle: Any) -> None:
     engine = Engine(lm)
-    old, stays = Running(PROMPT), Running(SHORT)
+    old, stays = RequestState(PROMPT), RequestState(SHORT)
     engine.step(old, stays)
     [slot] = [slot for slot, each in engine.running.items() if each is old]
     engine.leave(old)
-    new = Running((90, 91, 92))
+    new = RequestState((90, 91, 92))
     engine.step(new)
     assert engine.running[slot] is new
     engine.finish()
@@ -361,11 +368,11 @@ def test_masked_rows_sample_allowed_tokens(lm: CausalLM) -> None:
 
 def test_all_sequences_finish_while_others_start(lm: CausalLM, oracle: Any) -> None:
     engine = Engine(lm)
-    engine.step(Running(PROMPT), Running(SHORT))
+    engine.step(RequestState(PROMPT), RequestState(SHORT))
     engine.leave(*engine.running.values())
     nothing = engine.step()
     assert (nothing.token_ids, nothing.logprobs, nothing.prompt_logprobs) == ([], [], [])
-    later = Running((90, 91, 92), scores_prompt=True)
+    later = RequestState((90, 91, 92), scores_prompt=True)
     engine.finish(later)
     check(oracle, later)
 
@@ -380,9 +387,9 @@ def test_step_runs_one_decode_and_one_prefill_forward(lm: CausalLM, monkeypatch:
 
     monkeypatch.setattr(lm, "forward", counted)
     engine = Engine(lm)
-    engine.step(Running(PROMPT), Running(SHORT))
+    engine.step(RequestState(PROMPT), RequestState(SHORT))
     engine.step()
-    engine.step(Running((9,) * 7), Running(SHORT), Running((4,)))
+    engine.step(RequestState((9,) * 7), RequestState(SHORT), RequestState((4,)))
     engine.step()
     assert shapes == [(2, 5), (2, 1), (2, 1), (3, 7), (5, 1)]
 
@@ -396,7 +403,8 @@ def test_alternatives_are_returned_only_on_request(lm: CausalLM, oracle: Any) ->
     for seed in range(5):
         engine = Engine(lm, seed)
         sequences = [
-            Running((*PROMPT, i), SamplingParams(num_alternatives=count)) for i, count in enumerate(counts, start=50)
+            RequestState((*PROMPT, i), SamplingParams(num_alternatives=count))
+            for i, count in enumerate(counts, start=50)
         ]
         engine.step(*sequences[3:])
         engine.step(*sequences[:3])
@@ -410,13 +418,13 @@ def test_alternatives_are_returned_only_on_request(lm: CausalLM, oracle: Any) ->
 def test_prompt_logprobs_match_transformers(pair: Pair) -> None:
     """Prompt logprobs use the model's logits, independent of sampling parameters."""
     engine = Engine(pair.served)
-    engine.step(Running(SHORT))
+    engine.step(RequestState(SHORT))
     wild = SamplingParams(do_sample=True, temperature=3.0, repetition_penalty=2.0, logit_bias={9: 50.0})
     prompts = [PROMPT, SHORT, (8,), range(30, 60)]
     scored_sequences = [
-        Running(prompt, replace(wild, num_alternatives=n), scores_prompt=True) for n, prompt in enumerate(prompts)
+        RequestState(prompt, replace(wild, num_alternatives=n), scores_prompt=True) for n, prompt in enumerate(prompts)
     ]
-    engine.finish(*scored_sequences, Running((44,) * 35))
+    engine.finish(*scored_sequences, RequestState((44,) * 35))
     for sequence in scored_sequences:
         [found] = sequence.prompt_logprobs
         assert len(found) == len(sequence.prompt) - 1
@@ -435,7 +443,7 @@ def test_running_sequence_reports_no_prompt_logprobs(lm: CausalLM) -> None:
 
 def test_runner_ignores_eos_and_stop_strings(lm: CausalLM) -> None:
     stop = StopParams(max_new_tokens=6, eos_token_ids=frozenset([EOS_ID]), stop_strings=("<", "e"))
-    sequence = alone(lm, Running(PROMPT, SamplingParams(logit_bias={EOS_ID: 1e4}), stop))
+    sequence = alone(lm, RequestState(PROMPT, SamplingParams(logit_bias={EOS_ID: 1e4}), stop))
     assert sequence.token_ids == [EOS_ID] * 6
 
 
@@ -446,8 +454,8 @@ def test_stop_tokens_are_forbidden_before_min_new_tokens(lm: CausalLM, num_befor
         max_new_tokens=6, min_new_tokens=3, eos_token_ids=frozenset([EOS_ID]), stop_token_ids=frozenset([7])
     )
     bias = SamplingParams(logit_bias={EOS_ID: 1e4, 7: 9e3, 8: 5e3})
-    sequence = Running(PROMPT, bias, stop, token_ids=[8] * num_before)
-    Engine(lm).finish(sequence, Running(SHORT))
+    sequence = RequestState(PROMPT, bias, stop, token_ids=[8] * num_before)
+    Engine(lm).finish(sequence, RequestState(SHORT))
     assert sequence.token_ids == [8, 8, 8, EOS_ID, EOS_ID, EOS_ID]
 
 
@@ -455,8 +463,8 @@ def test_sequence_can_use_all_model_positions(zoo: Zoo) -> None:
     """Another sequence joins later and runs longer."""
     pair = zoo.pair("gpt-neo-window")
     engine, rng = Engine(pair.served), random.Random(5)
-    full = Running(rng.choices(range(2, VOCAB), k=MAX_POSITIONS - 6), stop=StopParams(max_new_tokens=6))
-    later = Running(SHORT, SAMPLED, StopParams(max_new_tokens=MAX_POSITIONS - len(SHORT)))
+    full = RequestState(rng.choices(range(2, VOCAB), k=MAX_POSITIONS - 6), stop=StopParams(max_new_tokens=6))
+    later = RequestState(SHORT, SAMPLED, StopParams(max_new_tokens=MAX_POSITIONS - len(SHORT)))
     engine.step(full)
     engine.finish(later)
     for sequence in (full, later):
@@ -466,7 +474,7 @@ def test_sequence_can_use_all_model_positions(zoo: Zoo) -> None:
 
 # --- NaN logits -------------------------------------------------------------------------------------------------------
 
-POISON = VOCAB - 1
+NAN_TOKEN = VOCAB - 1
 
 
 @pytest.fixture
@@ -474,19 +482,19 @@ def poisoned(lm: CausalLM) -> Iterator[CausalLM]:
     """Return a token with a NaN embedding, which makes the following keys and values NaN."""
     model: Any = lm.model
     weight = model.get_input_embeddings().weight
-    kept = weight[POISON].detach().clone()
+    kept = weight[NAN_TOKEN].detach().clone()
     with torch.no_grad():
-        weight[POISON] = math.nan
+        weight[NAN_TOKEN] = math.nan
     yield lm
     with torch.no_grad():
-        weight[POISON] = kept
+        weight[NAN_TOKEN] = kept
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED, STYLES[5]])
 def test_nan_logits_are_reported_and_isolated(poisoned: CausalLM, oracle: Any, sampling: SamplingParams) -> None:
     engine = Engine(poisoned)
-    others = [Running(PROMPT, scores_prompt=True), Running(SHORT, SAMPLED), Running((90,) * 12)]
-    bad = Running((9, 9, POISON, 9), sampling, scores_prompt=True)
+    others = [RequestState(PROMPT, scores_prompt=True), RequestState(SHORT, SAMPLED), RequestState((90,) * 12)]
+    bad = RequestState((9, 9, NAN_TOKEN, 9), sampling, scores_prompt=True)
     engine.step(others[0])
     engine.step(bad, others[1])
     engine.step()

@@ -86,7 +86,7 @@ def merged_spec(folders: Sequence[Path], targets: dict[str, AdapterTarget], merg
     return AdapterSpec(merge.identity([part.identity for part in parts]), "merged", parts, 1, merge)
 
 
-def take(preparer: Preparer, count: int) -> list[Prepared]:
+def wait_for_results(preparer: Preparer, count: int) -> list[Prepared]:
     taken: list[Prepared] = []
     until = time.monotonic() + WAIT_S
     while len(taken) < count and time.monotonic() < until:
@@ -96,7 +96,7 @@ def take(preparer: Preparer, count: int) -> list[Prepared]:
     return taken
 
 
-def aged(spec: AdapterSpec, is_old: bool) -> AdapterSpec:
+def with_settled_files(spec: AdapterSpec, is_old: bool) -> AdapterSpec:
     return replace(spec, checkpoints=tuple(replace(part, is_settled=is_old) for part in spec.checkpoints))
 
 
@@ -120,7 +120,7 @@ def test_preparer_pauses_while_engine_is_busy(
     preparer.enqueue(make_spec(originals / "plain", targets))
     assert not ready.wait(0.2)
     preparer.resume()
-    assert take(preparer, 1)[0].error is None
+    assert wait_for_results(preparer, 1)[0].error is None
 
 
 def test_pause_has_maximum_duration(
@@ -129,7 +129,7 @@ def test_pause_has_maximum_duration(
     monkeypatch.setattr(preparer_module, "MAX_PAUSE_S", 0.001)
     preparer.pause()
     preparer.enqueue(make_spec(originals / "plain", targets))
-    assert take(preparer, 1)[0].error is None
+    assert wait_for_results(preparer, 1)[0].error is None
 
 
 @pytest.mark.parametrize("is_old", [False, True])
@@ -137,10 +137,10 @@ def test_ready_adapter_equals_direct_preparation(
     is_old: bool, preparer: Preparer, targets: dict[str, AdapterTarget], originals: Path
 ) -> None:
     """Cover recently modified files, which are read into memory first."""
-    specs = [aged(make_spec(originals / name, targets), is_old) for name in NAMES]
+    specs = [with_settled_files(make_spec(originals / name, targets), is_old) for name in NAMES]
     for spec in specs:
         preparer.enqueue(spec)
-    taken = take(preparer, len(specs))
+    taken = wait_for_results(preparer, len(specs))
     assert [each.identity for each in taken] == [spec.identity for spec in specs]  # in this order
     for name, spec, each in zip(NAMES, specs, taken, strict=True):
         expected = prepare(open_adapter(originals / name, targets), targets, torch.float32, FakeGroup())
@@ -159,7 +159,7 @@ def test_prepared_merge_equals_direct_merge(
     if merge.strategy != "linear":
         folders[1] = originals / "plain"
     preparer.enqueue(merged_spec(folders, targets, merge))
-    (taken,) = take(preparer, 1)
+    (taken,) = wait_for_results(preparer, 1)
     merged = MergedAdapter([open_adapter(folder, targets) for folder in folders], merge)
     assert_same(preparer.get(taken.identity), prepare(merged, targets, torch.float32, FakeGroup()))
 
@@ -178,8 +178,8 @@ def test_invalid_merges_are_rejected(
     originals: Path,
 ) -> None:
     spec = merged_spec([originals / name for name in names], targets, Merge((1.0, 1.0), "ties", 0.5))
-    preparer.enqueue(aged(spec, is_old))
-    (taken,) = take(preparer, 1)
+    preparer.enqueue(with_settled_files(spec, is_old))
+    (taken,) = wait_for_results(preparer, 1)
     assert isinstance(taken.error, InputError)
     assert message in str(taken.error)
 
@@ -197,7 +197,7 @@ def test_dropped_adapter_can_be_prepared_again(preparer: Preparer, targets: Any,
     spec = make_spec(originals / "plain", targets)
     for _ in range(2):
         preparer.enqueue(spec)
-        take(preparer, 1)
+        wait_for_results(preparer, 1)
         preparer.drop(spec.identity)
         assert not preparer._ready
     with mock.patch("lorax_server.worker.preparer.RANK_READY_TIMEOUT_S", 0.01), pytest.raises(KeyError):
@@ -214,7 +214,7 @@ def test_dropped_adapter_is_freed_on_background_thread(preparer: Preparer, targe
         freed.set()
 
     preparer.enqueue(spec)
-    take(preparer, 1)
+    wait_for_results(preparer, 1)
     weakref.finalize(preparer.get(spec.identity), note)
     preparer.drop(spec.identity)
     assert freed.wait(WAIT_S)
@@ -274,7 +274,7 @@ def test_close_skips_queued_adapters(targets: Any, originals: Path) -> None:
 # --- Failures ---------------------------------------------------------------------------------------------------------
 
 
-def vanish(folder: Path) -> None:
+def delete_weights(folder: Path) -> None:
     (folder / WEIGHTS_FILE).unlink()
 
 
@@ -288,7 +288,7 @@ def cut(folder: Path) -> None:
 
 
 BREAKS: list[tuple[Callable[[Path], None], str]] = [
-    (vanish, "was removed from this machine"),
+    (delete_weights, "was removed from this machine"),
     (change, "changed after it was resolved"),
     (cut, "changed after it was resolved"),
 ]
@@ -302,7 +302,7 @@ def test_missing_changed_or_truncated_files_fail(
     spoil(folder / "plain")
     preparer.enqueue(spec)
     preparer.enqueue(other)
-    failed, fine = take(preparer, 2)
+    failed, fine = wait_for_results(preparer, 2)
     assert failed.identity == spec.identity
     assert isinstance(failed.error, AdapterError)
     assert message in str(failed.error)
@@ -325,17 +325,17 @@ def test_file_change_without_new_timestamp_is_detected(
         spec = make_spec(plain, targets)
         if is_merged:
             spec = merged_spec([folder / "rank-pattern", plain], targets, Merge((1.0, 1.0)))
-        spec = aged(
+        spec = with_settled_files(
             replace(spec, checkpoints=tuple(replace(part, stamp=stamp) for part in spec.checkpoints)), is_old=False
         )
         preparer.enqueue(spec)
-        (before,) = take(preparer, 1)
+        (before,) = wait_for_results(preparer, 1)
         assert before.error is None
         with (plain / WEIGHTS_FILE).open("r+b") as file:  # same size
             file.seek(-4, os.SEEK_END)
             file.write(bytes(4))
         preparer.enqueue(spec)
-        (after,) = take(preparer, 1)
+        (after,) = wait_for_results(preparer, 1)
     assert "files changed during loading" in str(after.error)
 
 
@@ -344,7 +344,7 @@ def test_non_finite_weights_are_rejected(preparer: Preparer, targets: dict[str, 
     next(iter(tensors.values()))[0, 0] = float("inf")
     save_file(tensors, folder / "plain" / WEIGHTS_FILE)
     preparer.enqueue(make_spec(folder / "plain", targets))
-    assert "non-finite" in str(take(preparer, 1)[0].error)
+    assert "non-finite" in str(wait_for_results(preparer, 1)[0].error)
 
 
 def test_weights_that_overflow_dtype_are_rejected(targets: dict[str, AdapterTarget], folder: Path) -> None:
@@ -353,14 +353,14 @@ def test_weights_that_overflow_dtype_are_rejected(targets: dict[str, AdapterTarg
     save_file(tensors, folder / "plain" / WEIGHTS_FILE)
     half = Preparer(targets, torch.float16, FakeGroup())
     half.enqueue(make_spec(folder / "plain", targets))
-    assert "overflow torch.float16" in str(take(half, 1)[0].error)
+    assert "overflow torch.float16" in str(wait_for_results(half, 1)[0].error)
     half.close()
 
 
 def test_rank_above_kernel_limit_is_rejected(targets: dict[str, AdapterTarget], folder: Path) -> None:
     limited = Preparer(targets, torch.float32, FakeGroup(), max_rank=7)
     limited.enqueue(make_spec(folder / "plain", targets))
-    error = take(limited, 1)[0].error
+    error = wait_for_results(limited, 1)[0].error
     assert isinstance(error, AdapterError)
     assert "has rank 8, but the kernels for this device support at most 7" in str(error)
     limited.close()
@@ -376,8 +376,8 @@ def test_unsupported_rank_is_rejected_before_reading_weights(
     )
     for max_rank, message in ((7, "has rank 8"), (8, "non-finite values")):
         limited = Preparer(targets, torch.float32, FakeGroup(), max_rank=max_rank)
-        limited.enqueue(aged(make_spec(folder / "plain", targets), is_old))
-        assert message in str(take(limited, 1)[0].error)
+        limited.enqueue(with_settled_files(make_spec(folder / "plain", targets), is_old))
+        assert message in str(wait_for_results(limited, 1)[0].error)
         limited.close()
 
 
@@ -386,7 +386,7 @@ def test_merged_rank_is_sum_of_ranks(targets: dict[str, AdapterTarget], folder: 
     for strategy in ("linear", "ties"):
         merge = Merge((1.0, 1.0), strategy, density=0.5)
         limited.enqueue(merged_spec([folder / "plain", folder / "plain"], targets, merge))
-    of_sum, of_ties = take(limited, 2)
+    of_sum, of_ties = wait_for_results(limited, 2)
     assert "has rank 16, but the kernels for this device support at most 15" in str(of_sum.error)
     assert of_ties.error is None
     limited.close()
@@ -412,16 +412,16 @@ def test_unexpected_errors_do_not_affect_other_adapters(
     spec = make_spec(originals / "plain", targets)
     with mock.patch(f"lorax_server.worker.preparer.{where}", side_effect=problem):
         preparer.enqueue(spec)
-        (failed,) = take(preparer, 1)
+        (failed,) = wait_for_results(preparer, 1)
     assert str(failed.error).startswith(f"adapter 'plain': cannot be prepared: {said}")
     preparer.enqueue(spec)
-    assert take(preparer, 1)[0].error is None
+    assert wait_for_results(preparer, 1)[0].error is None
 
 
 # --- Several ranks ----------------------------------------------------------------------------------------------------
 
 
-def beside(group: TorchGroup, size: int) -> HostGroup | None:
+def make_subgroup(group: TorchGroup, size: int) -> HostGroup | None:
     """Create a second process group. All ranks must call this."""
     if size == group.size():
         return group.make_host_group()
@@ -429,9 +429,9 @@ def beside(group: TorchGroup, size: int) -> HostGroup | None:
     return HostGroup(made) if group.rank() < size else None
 
 
-def on_ranks(group: TorchGroup, size: int, folder: Path, spoilt: str = "") -> Any:
+def prepare_on_rank(group: TorchGroup, size: int, folder: Path, spoilt: str = "") -> Any:
     """Prepare adapters on this rank. If `spoilt`, the first one fails on the last rank."""
-    second = beside(group, size)
+    second = make_subgroup(group, size)
     if second is None:
         return None
     preparer = Preparer(collect_adapter_targets(make_model(BASE, CPU, second)), torch.float32, second)
@@ -440,14 +440,14 @@ def on_ranks(group: TorchGroup, size: int, folder: Path, spoilt: str = "") -> An
         taken = []
         if spoilt:
             is_last = second.rank() == size - 1
-            with spoiling(spoilt if is_last else ""):
-                preparer.enqueue(spoil_part(specs[-1], folder, spoilt) if is_last else specs[-1])
-                taken = take(preparer, 1)
+            with failing_reader(spoilt if is_last else ""):
+                preparer.enqueue(make_unreadable(specs[-1], folder, spoilt) if is_last else specs[-1])
+                taken = wait_for_results(preparer, 1)
         for spec in specs[:-1]:
             preparer.enqueue(spec)
         if size == group.size():  # steps use the other group concurrently
             assert all(int(group.all_reduce(torch.ones(1))) == size for _ in range(200))
-        taken += take(preparer, len(specs) - 1)
+        taken += wait_for_results(preparer, len(specs) - 1)
         return taken, [preparer.get(spec.identity) for spec in specs[:-1]]
     finally:
         preparer.close()
@@ -459,7 +459,7 @@ def make_specs(folder: Path) -> list[AdapterSpec]:
     return [*(make_spec(folder / name, alone) for name in NAMES[1:]), merged, make_spec(folder / NAMES[0], alone)]
 
 
-def spoil_part(spec: AdapterSpec, folder: Path, how: str) -> AdapterSpec:
+def make_unreadable(spec: AdapterSpec, folder: Path, how: str) -> AdapterSpec:
     """Return the adapter's spec with a folder that cannot be read."""
     (part,) = spec.checkpoints
     parts = {
@@ -470,14 +470,14 @@ def spoil_part(spec: AdapterSpec, folder: Path, how: str) -> AdapterSpec:
     return replace(spec, checkpoints=(parts.get(how, part),))
 
 
-def spoiling(how: str) -> Any:
+def failing_reader(how: str) -> Any:
     opened: Any = MemoryError if how == "memory" else StoredAdapter
     return mock.patch("lorax_server.worker.preparer.StoredAdapter", side_effect=opened)
 
 
 def expected_on(group: TorchGroup, size: int, folder: Path) -> list[HostAdapter] | None:
     """Prepare the same adapters synchronously."""
-    second = beside(group, size)
+    second = make_subgroup(group, size)
     if second is None:
         return None
     targets = collect_adapter_targets(make_model(BASE, CPU, second))
@@ -491,7 +491,7 @@ def expected_on(group: TorchGroup, size: int, folder: Path) -> list[HostAdapter]
 def test_ranks_prepare_consistently(
     size: int, ranks: RankPool, originals: Path, targets: dict[str, AdapterTarget]
 ) -> None:
-    found = ranks.run(4, on_ranks, size, originals)[:size]
+    found = ranks.run(4, prepare_on_rank, size, originals)[:size]
     expected = ranks.run(4, expected_on, size, originals)[:size]
     for (taken, hosts), wanted in zip(found, expected, strict=True):
         assert [each.error for each in taken] == [None] * len(taken)
@@ -518,7 +518,7 @@ def test_failure_on_one_rank_fails_on_all_ranks(spoilt: str, ranks: RankPool, fo
     tensors = load_file(folder / "spoilt" / WEIGHTS_FILE)
     next(iter(tensors.values()))[0, 0] = float("nan")
     save_file(tensors, folder / "spoilt" / WEIGHTS_FILE)
-    found = ranks.run(4, on_ranks, 2, folder, spoilt)[:2]
+    found = ranks.run(4, prepare_on_rank, 2, folder, spoilt)[:2]
     for rank, (taken, hosts) in enumerate(found):
         assert isinstance(taken[0].error, AdapterError)
         assert ("another tensor-parallel rank" in str(taken[0].error)) == (rank == 0)

@@ -86,7 +86,7 @@ def make_plan(step: int, ops: Sequence[AdapterOp] = (), indices: Sequence[int] =
 
 
 @dataclass
-class Record:
+class CallRecorder:
     """A fake for runner, memory and preparer that records calls."""
 
     calls: list[tuple[Any, ...]] = field(default_factory=list)
@@ -121,7 +121,7 @@ class Record:
 def test_preparer_resumes_only_while_collect_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The preparer is paused while a step is built and another one is in flight."""
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
-    record: Any = Record()
+    record: Any = CallRecorder()
     worker = Worker(Capabilities(97, 2, 8, 2, 4), record, record, record, stream=cast(torch.cuda.Stream, object()))
     worker.submit(make_plan(1))
     worker.submit(make_plan(2))
@@ -134,17 +134,17 @@ def test_preparer_resumes_only_while_collect_waits(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.fixture
-def record() -> Record:
-    return Record()
+def record() -> CallRecorder:
+    return CallRecorder()
 
 
 @pytest.fixture
-def worker(record: Record) -> Worker:
+def worker(record: CallRecorder) -> Worker:
     below: Any = record
     return Worker(Capabilities(97, 2, 8, 2, 4), below, below, below)
 
 
-def test_adapter_ops_run_in_order_before_step(worker: Worker, record: Record) -> None:
+def test_adapter_ops_run_in_order_before_step(worker: Worker, record: CallRecorder) -> None:
     spec = AdapterSpec("a", "a", (), 1)
     ops: list[AdapterOp] = [Move(1, 7, 2), Prepare(spec), Unload(3), Drop("c"), Load("b", 3, 9)]
     worker.submit(make_plan(5, ops, [0, 0, 2, 3, 3]))
@@ -159,12 +159,12 @@ def test_adapter_ops_run_in_order_before_step(worker: Worker, record: Record) ->
     assert record.calls[7:] == [("submit", 5)]
 
 
-def test_base_model_step_waits_for_no_adapter(worker: Worker, record: Record) -> None:
+def test_base_model_step_waits_for_no_adapter(worker: Worker, record: CallRecorder) -> None:
     worker.submit(make_plan(0, [], [0, 0]))
     assert record.calls == [("submit", 0)]
 
 
-def test_load_is_reported_once_after_completion(worker: Worker, record: Record) -> None:
+def test_load_is_reported_once_after_completion(worker: Worker, record: CallRecorder) -> None:
     worker.submit(make_plan(0, [Load("a", 1, 0), Load("b", 2, 5)]))
     worker.submit(make_plan(1, [Load("c", 3, 7)]))
     assert worker.collect().loaded == []
@@ -179,7 +179,7 @@ def test_load_is_reported_once_after_completion(worker: Worker, record: Record) 
     assert worker.collect().loaded == [2]  # the same index again
 
 
-def test_load_is_reported_without_step(worker: Worker, record: Record) -> None:
+def test_load_is_reported_without_step(worker: Worker, record: CallRecorder) -> None:
     worker.submit(make_plan(0, [Load("a", 1, 0), Load("b", 2, 5)]))
     assert worker.collect().loaded == []
     assert worker.pop_loaded() == []
@@ -191,7 +191,7 @@ def test_load_is_reported_without_step(worker: Worker, record: Record) -> None:
     assert worker.pop_loaded() == []
 
 
-def test_on_event_subscribes_to_memory_and_preparer(worker: Worker, record: Record) -> None:
+def test_on_event_subscribes_to_memory_and_preparer(worker: Worker, record: CallRecorder) -> None:
     notified: list[str] = []
     worker.on_event(lambda: notified.append("news"))
     record.notify()  # as the preparer does
@@ -201,7 +201,7 @@ def test_on_event_subscribes_to_memory_and_preparer(worker: Worker, record: Reco
     assert notified == ["news", "news"]
 
 
-def test_failed_load_raises_in_collect(worker: Worker, record: Record) -> None:
+def test_failed_load_raises_in_collect(worker: Worker, record: CallRecorder) -> None:
     def fail(index: int) -> bool:
         raise EngineError("copying adapters to the device failed")
 
@@ -211,12 +211,12 @@ def test_failed_load_raises_in_collect(worker: Worker, record: Record) -> None:
         worker.collect()
 
 
-def test_close_stops_memory_and_preparer_threads(worker: Worker, record: Record) -> None:
+def test_close_stops_memory_and_preparer_threads(worker: Worker, record: CallRecorder) -> None:
     worker.close()
     assert record.calls == [("close",), ("close",)]
 
 
-def test_discard_oldest_clears_pending_loads(worker: Worker, record: Record) -> None:
+def test_discard_oldest_clears_pending_loads(worker: Worker, record: CallRecorder) -> None:
     for step in range(100):
         worker.submit(make_plan(step, [Load("a", 1, 0)]))
         worker.discard_oldest()
@@ -254,7 +254,7 @@ class FullDevice:
 
 
 @pytest.mark.parametrize(("fails", "is_done"), [([False], True), ([True, False], True), ([True, True], False)])
-def test_out_of_memory_step_is_retried_once(fails: list[bool], is_done: bool, record: Record) -> None:
+def test_out_of_memory_step_is_retried_once(fails: list[bool], is_done: bool, record: CallRecorder) -> None:
     runner, below = FullDevice(fails.copy()), cast(Any, record)
     worker = Worker(Capabilities(97, 2, 8, 2, 4), runner, below, below, can_retry=True)
     new = NewSequence(1, [5, 6], 2, SamplingParams(), StopParams())
@@ -285,12 +285,12 @@ def test_out_of_memory_without_retry_raises() -> None:
         worker.submit(make_plan(5, [], [0]))
 
 
-def test_pop_prepared_returns_preparer_results(worker: Worker, record: Record) -> None:
+def test_pop_prepared_returns_preparer_results(worker: Worker, record: CallRecorder) -> None:
     record.ready = [Prepared("a")]
     assert worker.pop_prepared() == [Prepared("a")]
 
 
-def test_worker_without_adapters_rejects_adapter_operations(record: Record) -> None:
+def test_worker_without_adapters_rejects_adapter_operations(record: CallRecorder) -> None:
     below: Any = record
     worker = Worker(Capabilities(97, 2, 8, 2, 4), below)
     worker.submit(make_plan(0, [], [0]))
@@ -380,7 +380,7 @@ def test_small_cache_limits_max_length() -> None:
     assert (found.num_blocks, found.max_length) == (5, 20)
 
 
-class Uneven(FakeGroup):
+class UnevenGroup(FakeGroup):
     """Rank 0 of two ranks. The other rank has memory for three blocks."""
 
     def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -389,14 +389,14 @@ class Uneven(FakeGroup):
 
 def test_smallest_rank_determines_num_blocks() -> None:
     model = make_paged("llama-gqa", CPU)
-    with closing(build_paged_worker(model, CONFIG, Uneven(0, 2))) as worker:
+    with closing(build_paged_worker(model, CONFIG, UnevenGroup(0, 2))) as worker:
         assert (worker.capabilities.num_blocks, worker.capabilities.max_length) == (3, 12)
 
 
 # --- Memory -----------------------------------------------------------------------------------------------------------
 
 
-def config_of(**settings: Any) -> EngineConfig:
+def make_config(**settings: Any) -> EngineConfig:
     return EngineConfig(CONFIG.model, **{"block_size": 4} | settings)
 
 
@@ -429,23 +429,23 @@ def test_count_blocks_within_cache_bytes(block_size: int) -> None:
     model = make_paged("llama-gqa", CPU)
     size = block_bytes(model, block_size)
     for extra in (0, 1, size - 1):
-        config = config_of(block_size=block_size, cache_bytes=7 * size + extra)
+        config = make_config(block_size=block_size, cache_bytes=7 * size + extra)
         assert count_blocks(model, config, 64, 10**6) == 7
-    assert count_blocks(model, config_of(block_size=block_size, cache_bytes=7 * size), 1, block_size + 1) == 2
+    assert count_blocks(model, make_config(block_size=block_size, cache_bytes=7 * size), 1, block_size + 1) == 2
     for too_few in (1, size - 1):
         with pytest.raises(
             ConfigError, match=rf"{too_few} bytes for the KV cache are less than one block \({size} bytes\)"
         ):
-            count_blocks(model, config_of(block_size=block_size, cache_bytes=too_few), 64, 10**6)
+            count_blocks(model, make_config(block_size=block_size, cache_bytes=too_few), 64, 10**6)
 
 
 def test_cpu_cache_uses_quarter_of_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_paged("llama-gqa", CPU)
     monkeypatch.setattr(memory, "free_bytes", lambda: GRAMMAR_CACHE_BYTES + 40 * block_bytes(model, 4))
-    assert count_blocks(model, config_of(), 64, 10**6) == 10
+    assert count_blocks(model, make_config(), 64, 10**6) == 10
     monkeypatch.setattr(memory, "free_bytes", lambda: GRAMMAR_CACHE_BYTES + 3 * block_bytes(model, 4))
     with pytest.raises(ConfigError, match="raise cache_bytes, or lower adapter_bytes"):
-        count_blocks(model, config_of(), 64, 10**6)
+        count_blocks(model, make_config(), 64, 10**6)
 
 
 class FakeGpu:
@@ -465,29 +465,29 @@ def test_gpu_cache_uses_memory_left_by_steps(monkeypatch: pytest.MonkeyPatch) ->
     size = block_bytes(model, 4)
     FakeGpu(monkeypatch, free=100 * size, total=200 * size)
     needs = memory.StepMemory(step=5 * size, graphs=3 * size, tables=2 * size)
-    assert count_blocks(model, config_of(gpu_memory_fraction=0.9), 64, 10**6, needs) == 100 - 20 - 10
-    assert count_blocks(model, config_of(gpu_memory_fraction=0.9), 1, 64, needs) == 16  # more could never be used
-    assert count_blocks(model, config_of(cache_bytes=90 * size), 64, 10**6, needs) == 90
+    assert count_blocks(model, make_config(gpu_memory_fraction=0.9), 64, 10**6, needs) == 100 - 20 - 10
+    assert count_blocks(model, make_config(gpu_memory_fraction=0.9), 1, 64, needs) == 16  # more could never be used
+    assert count_blocks(model, make_config(cache_bytes=90 * size), 64, 10**6, needs) == 90
     with pytest.raises(ConfigError, match=f"cache_bytes = {91 * size} does not fit: {100 * size} bytes of GPU memory"):
-        count_blocks(model, config_of(cache_bytes=91 * size), 64, 10**6, needs)
+        count_blocks(model, make_config(cache_bytes=91 * size), 64, 10**6, needs)
     with pytest.raises(ConfigError, match=f"adapter_bytes.*weights take {model_bytes(model)} bytes, steps {80 * size}"):
-        count_blocks(model, config_of(gpu_memory_fraction=0.9), 64, 10**6, memory.StepMemory(step=80 * size))
+        count_blocks(model, make_config(gpu_memory_fraction=0.9), 64, 10**6, memory.StepMemory(step=80 * size))
 
 
 def test_gpu_adapters_use_quarter_of_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, cuda = FakeGpu(monkeypatch, free=120 * 10**9, total=140 * 10**9), torch.device("cuda")
-    assert memory.adapter_bytes(config_of(gpu_memory_fraction=0.9), cuda) == pytest.approx((120 - 14) * 10**9 / 4)
-    assert memory.adapter_bytes(config_of(adapter_bytes=7), cuda) == 7
+    assert memory.adapter_bytes(make_config(gpu_memory_fraction=0.9), cuda) == pytest.approx((120 - 14) * 10**9 / 4)
+    assert memory.adapter_bytes(make_config(adapter_bytes=7), cuda) == 7
     gpu.free = 10**9
-    assert memory.adapter_bytes(config_of(), cuda) == 2**28
+    assert memory.adapter_bytes(make_config(), cuda) == 2**28
 
 
 @pytest.mark.parametrize(("device", "total", "rows"), [("cpu", 0, 64), ("cuda", 24, 64), ("cuda", 42, 256)])
 def test_max_num_seqs_depends_on_device(device: str, total: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     FakeGpu(monkeypatch, free=0, total=total * 10**9)
-    assert memory.find_max_num_seqs(config_of(), torch.device(device)) == rows
-    assert memory.find_max_num_seqs(config_of(max_step_tokens=10), torch.device(device)) == 10
-    assert memory.find_max_num_seqs(config_of(max_num_seqs=7), torch.device(device)) == 7
+    assert memory.find_max_num_seqs(make_config(), torch.device(device)) == rows
+    assert memory.find_max_num_seqs(make_config(max_step_tokens=10), torch.device(device)) == 10
+    assert memory.find_max_num_seqs(make_config(max_num_seqs=7), torch.device(device)) == 7
 
 
 def test_gpu_memory_report_adds_up(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -497,7 +497,7 @@ def test_gpu_memory_report_adds_up(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     blocks = 10**10 // block_bytes(model, 4)
     needs = memory.StepMemory(step=4 * 10**9, graphs=3 * 10**9, tables=10**9)
     with caplog.at_level("INFO", logger=memory.logger.name):
-        rows = memory.report_memory(model, config_of(), None, blocks, needs)
+        rows = memory.report_memory(model, make_config(), None, blocks, needs)
     in_use = {row.name: row.in_use for row in rows}
     assert in_use[f"KV cache for {4 * blocks} tokens"] == blocks * block_bytes(model, 4)
     assert (in_use["step"], in_use["graphs"], in_use["tables"]) == needs
@@ -507,7 +507,9 @@ def test_gpu_memory_report_adds_up(monkeypatch: pytest.MonkeyPatch, caplog: pyte
 
 def test_cpu_memory_report_adds_up_to_rss() -> None:
     model = make_paged("llama-gqa", CPU)
-    *rows, total = memory.report_memory(model, config_of(adapter_host_bytes=5 * 10**9), None, 1000, memory.StepMemory())
+    *rows, total = memory.report_memory(
+        model, make_config(adapter_host_bytes=5 * 10**9), None, 1000, memory.StepMemory()
+    )
     assert total.in_use == sum(row.in_use for row in rows) == pytest.approx(resident_bytes(), rel=0.05)
     limits = {row.name: row.limit for row in rows}
     assert limits["KV cache for 4000 tokens"] == 1000 * block_bytes(model, 4)
@@ -517,7 +519,7 @@ def test_cpu_memory_report_adds_up_to_rss() -> None:
 def test_memory_report_names_flag_for_each_limit(caplog: pytest.LogCaptureFixture) -> None:
     model, flags = make_paged("llama-gqa", CPU), {flag.name for flag in FLAGS}
     with caplog.at_level("INFO", logger=memory.logger.name):
-        rows = memory.report_memory(model, config_of(), None, 1000, memory.StepMemory())
+        rows = memory.report_memory(model, make_config(), None, 1000, memory.StepMemory())
     named = {row.name: row.flag for row in rows if row.flag}
     assert named == {
         "adapters": "--adapter-bytes",
@@ -534,14 +536,14 @@ def test_warning_for_small_cache_names_sufficient_bytes(
     num_blocks: int, is_small: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, max_length = make_paged("llama-gqa", CPU), 999
-    memory.warn_if_cache_is_small(model, config_of(), num_blocks, max_length)
+    memory.warn_if_cache_is_small(model, make_config(), num_blocks, max_length)
     assert bool(caplog.records) == is_small
     if is_small:
         message = caplog.records[0].message
         assert message.startswith("the KV cache holds 996 tokens, so requests are limited to 996 instead of 999 tokens")
         num_bytes = int(re.search(r"--cache-bytes (\d+)", message)[1])  # type: ignore[index]
-        assert count_blocks(model, config_of(cache_bytes=num_bytes), 64, max_length) * 4 >= max_length
-        assert count_blocks(model, config_of(cache_bytes=num_bytes - 1), 64, max_length) * 4 < max_length
+        assert count_blocks(model, make_config(cache_bytes=num_bytes), 64, max_length) * 4 >= max_length
+        assert count_blocks(model, make_config(cache_bytes=num_bytes - 1), 64, max_length) * 4 < max_length
 
 
 def test_insufficient_memory_error_contains_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -624,16 +626,16 @@ def test_requested_but_unsupported_graphs_are_rejected() -> None:
     model: Any = SimpleNamespace(device=torch.device("cuda"), ops=reference)
     two: Any = SimpleNamespace(size=lambda: 2)
     for group, problem in ((two, "do not support tensor parallelism"), (FakeGroup(), "require kernels")):
-        assert not uses_graphs(model, config_of(), group)
+        assert not uses_graphs(model, make_config(), group)
         with pytest.raises(ConfigError, match=f"CUDA graphs {problem}"):
-            uses_graphs(model, config_of(cuda_graphs=True), group)
+            uses_graphs(model, make_config(cuda_graphs=True), group)
 
 
 def test_adapter_memory_has_default_sizes() -> None:
-    assert memory.adapter_bytes(config_of(), CPU) == 2**30
-    assert memory.adapter_bytes(config_of(adapter_bytes=0), CPU) == 0
-    assert memory.adapter_host_bytes(config_of()) == machine_bytes() // 4
-    assert memory.adapter_host_bytes(config_of(adapter_host_bytes=7)) == 7
+    assert memory.adapter_bytes(make_config(), CPU) == 2**30
+    assert memory.adapter_bytes(make_config(adapter_bytes=0), CPU) == 0
+    assert memory.adapter_host_bytes(make_config()) == machine_bytes() // 4
+    assert memory.adapter_host_bytes(make_config(adapter_host_bytes=7)) == 7
 
 
 # --- Model selection --------------------------------------------------------------------------------------------------

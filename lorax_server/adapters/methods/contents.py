@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from lorax_server.adapters.checkpoint import RENAMED_MODULES, TensorInfo, TensorRole, assign_tensors, find_projections
 from lorax_server.adapters.config import AdapterConfig
+from lorax_server.adapters.methods.experts import ExpertFactors
 from lorax_server.adapters.methods.fields import Method
 from lorax_server.adapters.methods.matrices import find_gram_size
 from lorax_server.adapters.target import AdapterTarget, TargetKind
@@ -29,20 +30,23 @@ class AdapterContents:
         self, config: AdapterConfig, tensors: Mapping[str, TensorInfo], targets: Mapping[str, AdapterTarget]
     ) -> None:
         self.name, self.config, self.tensors = config.name, config, tensors
-        self._targets = {name: target for name, target in targets.items() if target.kind is not TargetKind.INPUT}
+        others = (TargetKind.INPUT, TargetKind.EXPERTS)
+        self._targets = {name: target for name, target in targets.items() if target.kind not in others}
+        experts = [target for target in targets.values() if target.kind is TargetKind.EXPERTS]
+        self.experts = ExpertFactors(config, tensors, experts)
         # Keys of VeRA's shared matrices A and B.
         self.projections = find_projections(tensors, self.name) if config.method is Method.VERA else {}
-        others = tensors.keys() - self.projections.values()
-        self.keys, self._checkpoint_names = assign_tensors(others, self._targets, self.name)
+        remaining = tensors.keys() - self.projections.values() - self.experts.keys
+        self.keys, self._checkpoint_names = assign_tensors(remaining, self._targets, self.name)
         by_kind = {target.kind: target for target in targets.values()}
-        self._embedding, self._head = by_kind[TargetKind.EMBEDDING], by_kind[TargetKind.HEAD]
+        # Models that do not generate text have no LM head.
+        self._embedding, self._head = by_kind[TargetKind.EMBEDDING], by_kind.get(TargetKind.HEAD)
+        self._vocabularies = [target for target in (self._embedding, self._head) if target is not None]
         self._check_modules()
         # Computed once, because pattern matching has a time budget.
-        self._ranks = {
-            module: config.rank(checkpoint_name) for module, checkpoint_name in self._checkpoint_names.items()
-        }
-        is_lora = config.method is Method.LORA
-        self.scales = {module: config.scale(name) for module, name in self._checkpoint_names.items() if is_lora}
+        names = {module: self._find_config_name(name) for module, name in self._checkpoint_names.items()}
+        self._ranks = {module: config.rank(name) for module, name in names.items()}
+        self.scales = {module: config.scale(name) for module, name in names.items() if config.method is Method.LORA}
         self._share_tied_rank()
         self._replaced_modules = self._find_replaced_modules()
         self.token_ids = _find_token_ids(config, self._embedding, self._head)
@@ -63,6 +67,8 @@ class AdapterContents:
 
     def find_rank(self, module: str) -> int:
         """Return the LoRA rank at a module on this tensor-parallel rank, or 0 if the module has no LoRA factors."""
+        if module in self.experts.by_target:
+            return self.experts.by_target[module].rank
         keys = self.keys[module]
         if TensorRole.VERA_B in keys:
             return self.config.r
@@ -96,14 +102,23 @@ class AdapterContents:
             return False
         old_names = [old for old, new in RENAMED_MODULES.items() if new == target.name]
         names = [self._checkpoint_names.get(target.name, target.name), target.name, *old_names]
+        if target.kind is TargetKind.LINEAR and any(
+            self.config.is_target_parameter(f"{name}.weight") for name in names
+        ):
+            return True
         matches = [self.config.is_target(name) for name in names]
         if True in matches:
             return True
         if None in matches and self.config.target_modules == "all-linear":
             return target.kind is TargetKind.LINEAR
-        if self.config.ensure_weight_tying and target in (self._embedding, self._head):
+        if self.config.ensure_weight_tying and target in self._vocabularies:
             return None  # PEFT may adapt embedding and head if they are tied
         return matches[0]
+
+    def _find_config_name(self, name: str) -> str:
+        """Return the name that patterns in the config match: the parameter's if `target_parameters` targets it."""
+        parameter = f"{name}.weight"
+        return parameter if self.config.is_target_parameter(parameter) else name
 
     def _share_tied_rank(self) -> None:
         """Use the embedding's rank for the head if PEFT ties their factors, even if a pattern sets another rank.
@@ -111,8 +126,9 @@ class AdapterContents:
         The head's scale still uses the rank from the config.
         """
         embedding, head = self._embedding, self._head
-        is_tied = self.config.ensure_weight_tying and embedding.weight is head.weight
-        if is_tied and all(TensorRole.LORA_A in self.keys.get(target.name, {}) for target in (embedding, head)):
+        if head is None or not self.config.ensure_weight_tying or embedding.weight is not head.weight:
+            return
+        if all(TensorRole.LORA_A in self.keys.get(target.name, {}) for target in (embedding, head)):
             self._ranks[head.name] = self._ranks[embedding.name]
 
     def _find_replaced_modules(self) -> set[str]:
@@ -138,8 +154,8 @@ class AdapterContents:
     def _assign_input_scales(self) -> dict[str, tuple[str, int]]:
         """Return the IA3 input scales, keyed by the target that produces the scaled inputs.
 
-        Values are the module whose inputs are scaled, and the first of the target's outputs that the scale applies to.
-        These targets are also added to `keys`.
+        Each value is the module whose inputs are scaled, and the first target output that the scale applies to. These
+        targets are also added to `keys`.
         """
         assigned: dict[str, tuple[str, int]] = {}
         for module, keys in tuple(self.keys.items()):
@@ -162,12 +178,12 @@ class AdapterContents:
         return any(reader == module for reader, _ in self.input_scales.values())
 
     def _share_tied_rows(self) -> None:
-        """If embedding and head are tied, apply rows that the adapter replaces in one of them to both.
+        """If embedding and head are tied, apply the replaced rows of either module to both.
 
         `modules_to_save` is excluded, because PEFT copies the weight for that module only.
         """
         embedding, head = self._embedding, self._head
-        if embedding.weight is not head.weight:
+        if head is None or embedding.weight is not head.weight:
             return
         embedding_keys, head_keys = self.keys.get(embedding.name, {}), self.keys.get(head.name, {})
         for source, keys, destination in ((embedding, embedding_keys, head), (head, head_keys, embedding)):
@@ -185,6 +201,8 @@ class AdapterContents:
             if module in self._replaced_modules:
                 required += [TensorRole.WEIGHT] * (target.weight is not None)
                 required += [TensorRole.BIAS] * (target.bias is not None)
+            if target.kind is TargetKind.CLASSIFIER and target.weight is None:  # the base model has no such layer
+                required += [TensorRole.WEIGHT]
             for role in required:
                 if role not in self.keys.get(module, {}):
                     raise AdapterError(
@@ -194,11 +212,11 @@ class AdapterContents:
 
     def _find_vocab_size(self) -> int:
         """Return the vocabulary size with this adapter. Embedding and head must agree."""
-        base = self._head.outputs.full
-        sizes = {target.name: self._count_tokens(target.name, base) for target in (self._embedding, self._head)}
+        base = self._embedding.inputs.full
+        sizes = {target.name: self._count_tokens(target.name, base) for target in self._vocabularies}
         changed = {name: size for name, size in sizes.items() if size is not None}
         grows = max(changed.values(), default=base) > base
-        if len(set(changed.values())) > 1 or (grows and len(changed) == 1):
+        if len(set(changed.values())) > 1 or (grows and len(changed) < len(sizes)):
             raise AdapterError(
                 f"adapter {self.name!r} changes the vocabulary differently in embedding and head: it has "
                 + " and ".join(f"{size or base} rows at {name!r}" for name, size in sizes.items())
@@ -237,6 +255,7 @@ class AdapterContents:
         is_resized = target.kind is TargetKind.HEAD and self.vocab_size != target.outputs.full
         has_tokens = target.kind in (TargetKind.EMBEDDING, TargetKind.HEAD)
         is_matrix, is_linear = target.kind in (TargetKind.LINEAR, TargetKind.HEAD), target.kind is TargetKind.LINEAR
+        is_classifier = target.kind is TargetKind.CLASSIFIER
         is_unexpected = is_linear and target.name not in self._replaced_modules
         is_changed_twice = is_linear and any(role in keys for role in TRAINED_ROLES[method])
         for role, is_wrong, reason in (
@@ -245,6 +264,11 @@ class AdapterContents:
             (TensorRole.IA3, not is_matrix, "scales a module that is not a linear layer"),
             (TensorRole.VERA_B, not is_matrix, "scales a module that is not a linear layer"),
             (TensorRole.DIAGONAL, not is_linear, "is KaSA for an embedding or head, which is not supported"),
+            (
+                TensorRole.LORA_A,
+                is_classifier and target.weight is None and TensorRole.WEIGHT not in keys,
+                "is for a classification head that the base model does not have",
+            ),
             (TensorRole.WEIGHT, is_unexpected, "replaces a linear layer that is not in modules_to_save"),
             (
                 TensorRole.WEIGHT,
@@ -252,14 +276,18 @@ class AdapterContents:
                 "replaces a linear layer that other tensors also change",
             ),
             (TensorRole.TOKEN_ROWS, not has_tokens, "has token rows, but the module is not an embedding or head"),
-            (TensorRole.WEIGHT, target.weight is None, "is a weight for a module without a weight"),
-            (TensorRole.BIAS, target.bias is None, "is a bias for a module without a bias"),
+            (
+                TensorRole.WEIGHT,
+                target.weight is None and not is_classifier,
+                "is a weight for a module without a weight",
+            ),
+            (TensorRole.BIAS, target.bias is None and not is_classifier, "is a bias for a module without a bias"),
         ):
             if is_wrong and role in keys:
                 raise self._error(keys[role], reason)
 
     def _check_optional_tensors(self, keys: Mapping[TensorRole, str]) -> None:
-        """Check that the file has exactly the optional tensors that the config enables."""
+        """Check that a module has exactly the optional tensors that the config enables."""
         for is_configured, role in (
             (self.config.use_dora, TensorRole.MAGNITUDE),
             (self.config.lora_bias, TensorRole.LORA_BIAS),
@@ -318,7 +346,7 @@ class AdapterContents:
         inputs, outputs = target.inputs.full, target.outputs.full
         if target.kind is TargetKind.EMBEDDING:
             inputs = self._count_tokens(target.name, inputs) or inputs
-        elif target.kind is TargetKind.HEAD:
+        elif target.kind is TargetKind.HEAD or target.is_resizable:
             outputs = self._count_tokens(target.name, outputs) or outputs
         size = outputs if target.kind is TargetKind.EMBEDDING else inputs
         if role is TensorRole.WEIGHT and target.checkpoint_shape is not None:
@@ -343,19 +371,21 @@ class AdapterContents:
         }.get(role, (outputs,))
 
 
-def _find_token_ids(config: AdapterConfig, embedding: AdapterTarget, head: AdapterTarget) -> dict[str, tuple[int, ...]]:
-    """Return the trained token IDs by module. A list in the config refers to the embedding."""
+def _find_token_ids(
+    config: AdapterConfig, embedding: AdapterTarget, head: AdapterTarget | None
+) -> dict[str, tuple[int, ...]]:
+    """Return the trained token IDs, keyed by module. A list in the config refers to the embedding."""
     indices = config.token_indices
     if not isinstance(indices, Mapping):
         return {embedding.name: indices}
     token_ids: dict[str, tuple[int, ...]] = {}
-    modules = [embedding.name, head.name]
+    modules = [embedding.name] if head is None else [embedding.name, head.name]
     for name, ids in indices.items():
         matches = [module for module in modules if f".{module}".endswith(f".{name}")]
         if len(matches) != 1 or matches[0] in token_ids:
             raise AdapterError(
                 f"adapter {config.name!r}: trainable_token_indices names {name[:80]!r}, which is not one of "
-                f"{modules[0]!r} and {modules[1]!r}, or a duplicate"
+                f"{' and '.join(map(repr, modules))}, or a duplicate"
             )
         token_ids[matches[0]] = ids
     return token_ids

@@ -42,7 +42,7 @@ FIELDS = {
         | {
             *("alpha_pattern", "bias", "ensure_weight_tying", "exclude_modules", "kasa_config", "layers_pattern"),
             *("layers_to_transform", "lora_alpha", "lora_bias", "r", "rank_pattern", "trainable_token_indices"),
-            *("use_bdlora", "use_dora", "use_rslora"),
+            *("target_parameters", "use_bdlora", "use_dora", "use_rslora"),
         },
         TRAINING_OF_ALL
         | {
@@ -55,7 +55,6 @@ FIELDS = {
             "enable_lora": "fused matrices, from the first PEFT versions",
             "layer_replication": "a base model with repeated layers",
             "megatron_config": "Megatron's parallel layers",
-            "target_parameters": "LoRA on bare parameters, such as fused experts",
             "use_qalora": "QALoRA, which needs a GPTQ base model",
         },
     ),
@@ -73,6 +72,9 @@ BIAS_VALUES = {Method.LORA: ("none", "all", "lora_only"), Method.VERA: ("none", 
 # Initializations that modify the base model weights.
 BASE_CHANGING_INITS = ("pissa", "olora", "loftq", "corda", "lora_ga")
 KNOWN_INITS = ("true", "false", "gaussian", "orthogonal", "eva", "mica", *BASE_CHANGING_INITS)
+# Values of `task_type`.
+GENERATIVE_TASK = "CAUSAL_LM"
+POOLING_TASKS = ("FEATURE_EXTRACTION", "SEQ_CLS", "TOKEN_CLS")
 MAX_RANK = 65536
 MAX_ALPHA = 1e30  # the scale must fit into float32
 MAX_PATTERNS = 10_000
@@ -106,8 +108,8 @@ class ConfigReader:
         kind, methods = self.raw.get("peft_type"), {method.value: method for method in Method}
         if not isinstance(kind, str) or kind not in methods:
             raise self.error("peft_type", f"is not supported; only {', '.join(methods)} are")
-        if self.raw.get("task_type") not in (None, "CAUSAL_LM"):
-            raise self.error("task_type", "is not supported; only CAUSAL_LM is")
+        if self.raw.get("task_type") not in (None, GENERATIVE_TASK, *POOLING_TASKS):
+            raise self.error("task_type", f"is not supported; only {', '.join((GENERATIVE_TASK, *POOLING_TASKS))} are")
         return methods[kind]
 
     def check_init(self) -> None:

@@ -1,7 +1,7 @@
 """Disk budget for downloaded adapters: least recently used versions are evicted by the thread that needs space.
 
 Caches use the huggingface_hub layout: one folder per repository, with `blobs/<digest>` and links in
-`snapshots/<version>`. The modification time of the mark file `.lorax/<version>` is the last time of use. Versions
+`snapshots/<version>`. The modification time of the mark file `.lorax/<version>` is the time of last use. Versions
 without a mark belong to other programs: they are not counted and not evicted. Versions with a recent mark are in use,
 so processes can share a cache without communication.
 """
@@ -114,7 +114,7 @@ class DiskBudget:
                     self._measured_at = float("-inf")  # measure again, because partial files may use space
 
     def remove_interrupted_downloads(self) -> dict[Path, int]:
-        """Remove old files of interrupted downloads. Return the sizes of recent files, which are kept, by path."""
+        """Remove old files from interrupted downloads. Return the sizes of recent files, which are kept."""
         sizes = {}
         for path, used_at in self._find_unfinished():
             blob = path.with_name(path.name.removesuffix(PART_SUFFIX))
@@ -222,7 +222,7 @@ class DiskBudget:
                 yield CachedVersion(folder, _mtime_of(mark), {blob: _size_of(blob) for blob in _find_blobs(folder)})
 
     def _find_unfinished(self) -> Iterator[tuple[Path, float]]:
-        """Yield path and time of last use of each partial download and of each blob that no version links to."""
+        """Yield the path and last use time of each partial download and of each blob without a version."""
         for repo in self._list_repos():
             marks = _list(repo / ".lorax")
             used_at = max(map(_mtime_of, marks), default=0.0)

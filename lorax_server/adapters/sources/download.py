@@ -82,7 +82,7 @@ def _download_and_verify(file: Download, deadline: float) -> None:
 
 
 def _receive(part_file: BinaryIO, file: Download, deadline: float) -> None:
-    """Append the missing bytes to the partial file. Make up to `MAX_ATTEMPTS` attempts while each makes progress."""
+    """Append the missing bytes to the partial file. Make up to `MAX_ATTEMPTS` attempts while they make progress."""
     for attempts_left in reversed(range(MAX_ATTEMPTS)):
         before = part_file.tell()
         if before >= file.size:

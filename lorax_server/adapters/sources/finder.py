@@ -80,6 +80,7 @@ class AdapterFinder:
         model_type: str,
         model_class: str,
         max_inputs: int = 0,  # largest input size of any adapter target
+        task: str = "generate",
         clock: Callable[[], float] = time.monotonic,
         time_ns: Callable[[], int] = time.time_ns,  # clock to compare with file times
     ) -> None:
@@ -87,6 +88,7 @@ class AdapterFinder:
         self._model_type = model_type
         self._model_class = model_class
         self._max_inputs = max_inputs
+        self._task = task
         self._time_ns = time_ns
         self._lock = threading.Lock()  # guards the caches below
         self._identities: LRUCache[tuple[object, ...], tuple[str, int]] = LRUCache(MAX_IDENTITIES)
@@ -122,7 +124,7 @@ class AdapterFinder:
         base_type = None
         if config.base_model_name is not None and len(config.base_model_name) <= MAX_NAME_LENGTH:
             base_type = self._find_base_type((source, config.base_model_name, token_hash), base_model_type)
-        check_base_model(config, self._model_type, self._model_class, base_type)
+        check_base_model(config, self._model_type, self._model_class, base_type, self._task)
 
     @cachedmethod(attrgetter("_base_types"), key=lambda _, key, __: key, lock=attrgetter("_lock"))
     def _find_base_type(self, key: RefKey, base_model_type: BaseModelType) -> str | None:

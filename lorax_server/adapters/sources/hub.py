@@ -59,7 +59,7 @@ class HubSource(RemoteSource):
         self._tls = httpx2.create_ssl_context()
 
     def authorize(self, name: str, token: str | None) -> None:
-        """Raise an error unless the token can read a file. (Even gated repositories have a public file list.)"""
+        """Raise an error unless the token grants file access. (Even gated repositories have a public file list.)"""
         repo, revision = self._parse(name)
         if self._offline:
             return
@@ -208,7 +208,7 @@ def _invalid_response(label: str) -> SourceError:
 
 
 def _has_digest(path: Path, size: int, digest: str) -> bool:
-    """Return True if the file has this digest, which is SHA-256 for LFS files and the Git blob hash otherwise."""
+    """Return True if the file has this digest (SHA-256 for LFS files, otherwise the Git blob hash)."""
     start = partial(hashlib.sha1, b"blob %d\0" % size, usedforsecurity=False)
     with path.open("rb") as file:
         return hashlib.file_digest(file, hashlib.sha256 if len(digest) == 64 else start).hexdigest() == digest

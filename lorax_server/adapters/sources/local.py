@@ -119,7 +119,7 @@ def _links_outside_root(root: Path, name: str) -> bool:
 
 
 def _resolve_links(path: Path, name: str) -> Path | None:
-    """Return the path with links resolved, or None without permission to read the links."""
+    """Return the path with links resolved, or None if permission to read a link is denied."""
     try:
         return Path(os.path.realpath(path))
     except PermissionError:
@@ -162,7 +162,7 @@ def _list_templates(folder: Path, root: Path, name: str) -> list[str]:
 
 
 def _list_folder(folder: Path, root: Path) -> list[str]:
-    """Return the entry names in a folder, at most `MAX_TEMPLATE_ENTRIES` + 1."""
+    """Return at most `MAX_TEMPLATE_ENTRIES` + 1 entry names from a folder."""
     with _open_folder(folder, root) as descriptor:
         readable = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=descriptor)
     try:

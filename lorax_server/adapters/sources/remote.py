@@ -77,7 +77,7 @@ class RemoteSource(Source):
 
     @abstractmethod
     def _connect(self, token: str | None) -> AbstractContextManager[Any]:
-        """Return a client for the requests of one download."""
+        """Return a client for the requests in one download."""
 
     @abstractmethod
     def _open(
@@ -93,7 +93,7 @@ class RemoteSource(Source):
         return f"{self._kind} {name!r}"
 
     def _download_missing(self, files: AdapterFiles, folder: Path, names: Sequence[str], token: str | None) -> None:
-        """Download files, then link them into `folder`, so that an interrupted download does not appear in it."""
+        """Download files, then link them into `folder`, so that the folder never contains incomplete files."""
         label = self._label(files.name)
         blobs = {file: folder.parent.parent / "blobs" / self._blob_name(files, file) for file in names}
         with self._reserve_space(label, folder, {blob: files.sizes[file] for file, blob in blobs.items()}):

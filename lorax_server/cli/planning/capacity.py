@@ -99,8 +99,7 @@ class Planner:
     def plan(self, goal_ms: float | None = None, max_utilization: float = 0.8) -> dict[str, Any]:
         """Return memory layout, replica performance and number of replicas.
 
-        `goal_ms` is the highest allowed time between tokens, and `max_utilization` the highest allowed replica
-        utilization.
+        `goal_ms` is the maximum time between tokens, and `max_utilization` the maximum replica utilization.
         """
         memory = self._memory
         device_share, host_share = (
@@ -179,9 +178,9 @@ class Planner:
         return self._popularity.expected_distinct(requests) if self._has_adapters else 0.0
 
     def _bytes_read(self, batch_size: int) -> dict[str, float]:
-        """Return the bytes of weights, adapters and KV cache that a decode step reads."""
+        """Return how many bytes of weights, adapters and KV cache a decode step reads."""
         return {
-            "weights": self.sizes.read_bytes,
+            "weights": self.sizes.read_bytes(batch_size),
             "adapters": self._expected_adapters(batch_size) * self.mix.mean_bytes,
             "cache": batch_size * self._mean_length * self.sizes.token_bytes,
         }

@@ -27,11 +27,21 @@ HALF_BYTES = 2  # per bfloat16 or float16 value
 
 
 class MatrixSize(NamedTuple):
-    """Dimensions of one linear layer. `name` is the target module name."""
+    """Dimensions of one linear layer, or of one matrix in all experts of a layer. `name` is the target module name."""
 
     name: str
     outputs: int
     inputs: int
+    num_experts: int = 1
+    top_k: int = 1  # experts per token
+
+    @property
+    def elements(self) -> int:
+        return self.num_experts * self.outputs * self.inputs
+
+    def read_share(self, batch_size: float) -> float:
+        """Return the share of the matrices that a step with `batch_size` tokens reads, if routing is balanced."""
+        return 1 - math.pow(1 - self.top_k / self.num_experts, batch_size)
 
 
 class MetaWeights(Weights):
@@ -45,10 +55,15 @@ class MetaWeights(Weights):
     def has(self, name: str) -> bool:  # noqa: ARG002 - optional tensors, such as a tied output head, are absent
         return False
 
-    def get_tensor(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+    def get_tensor(
+        self, name: str, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         assert shape is not None, name
         self.parameters += math.prod(shape)
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+
+    def get_expert(self, name: str, expert: int, shape: tuple[int, ...]) -> torch.Tensor:  # noqa: ARG002
+        return self.get_tensor(name, shape)
 
     def get_sharded(self, name: str, dim: int, shard: Shard, shape: tuple[int, ...] | None = None) -> torch.Tensor:  # noqa: ARG002
         return self.get_tensor(name, shape)
@@ -78,29 +93,39 @@ class ModelSizes:
         except (RuntimeError, TypeError, OverflowError) as error:  # raised by torch for sizes above 64 bits
             raise ConfigError(f"the config's sizes are too large: {str(error).splitlines()[0]}") from error
         head = model.lm_head.targets[0]
-        linears = [target for target in collect_adapter_targets(model).values() if target.kind is TargetKind.LINEAR]
-        self.matrices = [
-            MatrixSize(target.name.rpartition(".")[2], target.outputs.full, target.inputs.full) for target in linears
-        ]
+        self.matrices = []
+        for target in collect_adapter_targets(model).values():
+            if target.kind in (TargetKind.LINEAR, TargetKind.EXPERTS):
+                counts = (1, 1) if target.experts is None else (target.experts.num_experts, target.experts.top_k)
+                name = target.name.rpartition(".")[2]
+                self.matrices.append(MatrixSize(name, target.outputs.full, target.inputs.full, *counts))
         self.layers, self.hidden, self.vocab_size = model.num_layers, config.hidden_size, config.vocab_size
         self.max_length = find_max_length(model)
         self.weight_bytes = HALF_BYTES * weights.parameters
         self.token_bytes = block_bytes(model, 1)  # KV cache bytes per token
-        # A decode step reads all linear layers and the output head. Embeddings, norms and biases are negligible.
-        self._linear = sum(matrix.outputs * matrix.inputs for matrix in self.matrices)
-        self.read_bytes = HALF_BYTES * (self._linear + head.outputs.full * head.inputs.full)
+        self._head = head.outputs.full * head.inputs.full
         self._attention_width: int = config.num_attention_heads * model.kv_shape[1]
 
     def adapter_bytes(self, rank: int, modules: Collection[str], has_magnitudes: bool = False) -> int:
         """Return the adapter size on the device: A and B for each module, and DoRA magnitudes."""
         chosen = [matrix for matrix in self.matrices if matrix.name in modules]
-        tensors = [rank * size for matrix in chosen for size in (matrix.inputs, matrix.outputs)]
+        tensors = [m.num_experts * rank * size for m in chosen for size in (m.inputs, m.outputs)]
         tensors += [matrix.outputs for matrix in chosen if has_magnitudes]
         return sum(-(-HALF_BYTES * count // UNIT_BYTES) * UNIT_BYTES for count in tensors)
 
+    def read_bytes(self, batch_size: float) -> float:
+        """Return the bytes of weights that a decode step reads.
+
+        These are all linear layers, the experts of the batch's tokens, and the output head. Embeddings, norms and
+        biases are negligible.
+        """
+        linear = sum(matrix.elements * matrix.read_share(batch_size) for matrix in self.matrices)
+        return HALF_BYTES * (linear + self._head)
+
     def prompt_flop(self, length: int) -> float:
         """Return FLOPs per prompt token for prompts with `length` tokens."""
-        return 2 * self._linear + 2 * self.layers * self._attention_width * length
+        linear = sum(matrix.elements * matrix.top_k // matrix.num_experts for matrix in self.matrices)
+        return 2 * linear + 2 * self.layers * self._attention_width * length
 
 
 def read_sizes(path: Path) -> ModelSizes:

@@ -82,7 +82,7 @@ def find_gpu(name: str) -> Gpu:
 def decode_step_ms(
     gpu: Gpu, batch_size: float, read: Mapping[str, float], layers: int, is_float8: bool = False
 ) -> dict[str, float]:
-    """Return the decode step time in milliseconds, by cause.
+    """Return the decode step time in milliseconds, keyed by cause.
 
     `read` contains the bytes that the step reads for `weights`, `adapters` and `cache`.
     """

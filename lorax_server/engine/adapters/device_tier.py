@@ -53,11 +53,11 @@ class EvictionCandidates:
 class DeviceTier:
     """Manages adapter space in the device buffer, and adapter indices.
 
-    An adapter is not evicted while a sequence is running with it, while it is pinned, loading or protected after
-    loading, or while it has started requests but no host copy.
+    An adapter is not evicted while a running sequence uses it, while it is pinned, loading or protected after loading,
+    or while it has started requests but no host copy.
 
     Space is freed in three stages. First, adapters without requests are evicted, least recently used first. If the
-    loading adapter is overdue, adapters with waiting requests are evicted too. If that is not enough, the least
+    loading adapter is overdue, adapters with waiting requests are also evicted. If that is not enough, the least
     recently used adapters drain: no new sequence starts with them.
     """
 

@@ -57,7 +57,7 @@ class HostTier:
         return spec.num_elements * self._itemsize
 
     def finish_preparing(self, entry: AdapterEntry, result: Prepared) -> None:
-        """Record the result of a preparation."""
+        """Record a finished or failed preparation."""
         self.num_preparing -= 1
         self.bytes_used += result.num_bytes - entry.num_bytes
         entry.is_preparing, entry.num_bytes = False, result.num_bytes

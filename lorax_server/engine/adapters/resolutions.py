@@ -1,7 +1,7 @@
 """Caches adapter resolutions and failures, and decides when a stale resolution may be used.
 
-A local resolution is valid until a file changes. If the folder is invalid after a change, its files may be incomplete
-writes: the previous adapter is then served for up to `INCOMPLETE_WRITE_S` and marked as stale.
+A local resolution is valid until a file changes. If the folder is invalid after a change, its files may be partially
+written: the previous adapter is then served for up to `INCOMPLETE_WRITE_S` and marked as stale.
 
 A hub or S3 resolution is revalidated after `revalidate_s`. Until `valid_until`, it is still served during revalidation
 or if the source fails. This does not apply to requests with a token, because access rights may have changed.

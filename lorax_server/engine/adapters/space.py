@@ -3,17 +3,17 @@
 Steps are numbered and run in order; several may be in flight. Three kinds of access overlap in the buffer:
 
 - a step reads the adapters that were loaded when it was submitted, until it completes;
-- a load writes its extent at any time between `allocate` and `loaded`, not ordered with steps;
+- a load writes its extent at any time between `allocate` and `loaded`, unordered relative to steps;
 - a move runs in order, just before the first step submitted after it was planned.
 
-"Completed" and "loaded" mean on all ranks. This leads to four rules:
+"Completed" and "loaded" refer to all ranks. This leads to four rules:
 
 1. Freed or vacated space may still be read by steps in flight and by moves of the next step. It becomes a hole,
    available to loads, when the last of these steps completes.
 2. A move may overwrite such space immediately, because it runs after all these steps and moves.
 3. An extent that is loading is not moved, overwritten by moves, or freed.
-4. A move goes down (`target < source`). After all earlier moves, its target overlaps no other adapter. It may
-   overlap its source: copy from the lowest unit up, or in pieces of at most `source - target` units.
+4. A move copies an extent down (`target < source`). After all earlier moves, its target overlaps no other adapter. It
+   may overlap its source: copy from the lowest unit up, or in pieces of at most `source - target` units.
 """
 
 from bisect import bisect_left
@@ -143,7 +143,7 @@ class AdapterSpace:
         self._vacate(start, stop)
 
     def _count_movable(self, extents: list[_Extent]) -> int:
-        """Return how many of the extents, from the first, fit into the next step's move limit."""
+        """Return the number of leading extents that fit into the next step's move limit."""
         num_moved = sum(move.units for move in self._moves)
         for count, extent in enumerate(extents):
             if num_moved and num_moved + extent.units > self._max_moved_units:

@@ -4,8 +4,8 @@ Entries are keyed by identity, so a replaced adapter has a new entry. The table 
 prepare, copy and drop adapters.
 
 Waiting adapters are served in order. An adapter that has waited longer than `eviction_delay_s` is overdue, and the
-tiers may evict adapters with requests for it (see `host_tier` and `device_tier`). The delay bounds the wait, and keeps
-adapters in use from being evicted too early.
+tiers may evict adapters with requests for it (see `host_tier` and `device_tier`). The delay limits the wait, and
+prevents the early eviction of adapters in use.
 """
 
 import math
@@ -122,7 +122,7 @@ class AdapterTable:
             self._has_changed = True
 
     def prepared(self, result: Prepared) -> None:
-        """Record the result of a preparation."""
+        """Record a finished or failed preparation."""
         entry = self._registry[result.identity]
         self._has_changed = True
         self._host.finish_preparing(entry, result)
@@ -242,7 +242,7 @@ class AdapterTable:
             self._registry[identity].num_started += 1
 
     def acquire(self, identity: str) -> None:
-        """Keep an adapter on the device while a sequence is running with it."""
+        """Keep an adapter on the device while a running sequence uses it."""
         if identity != BASE_MODEL:
             entry = self._registry[identity]
             assert entry.is_loaded, f"{identity} is {entry.state.value}"

@@ -1,11 +1,11 @@
 """The channel between the API process and the engine process: typed messages, as msgpack over ZeroMQ.
 
-    API process            a folder with mode 0700                           engine process
+API process            a folder with mode 0700                           engine process
     ClientChannel  PUSH ──> to_engine    (the engine listens)      ──> PULL  EngineChannel
                    PULL <── from_engine  (the API process listens) <── PUSH
 
-Each process listens before the other process sends, so no message waits for a reconnect. The sockets
-have no high-water mark: the scheduler limits the queue and tells rejected callers when to retry.
+Each process listens before the other process sends, so no message waits for a reconnect. The sockets have no high-water
+mark: the scheduler limits the queue and returns a retry time to rejected callers.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ class ClientChannel:
     async def start(self, target: Callable[[str], None]) -> EngineInfo:
         """Start a process that runs `target(address)`, and wait until it accepts requests.
 
-        If the start fails, stop the process and raise. Errors that the user caused are raised unchanged.
+        If the start fails, stop the process and raise. User errors are raised unchanged.
         """
         try:
             self._launch(target, self.open())

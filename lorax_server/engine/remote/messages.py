@@ -124,7 +124,7 @@ class QueryFailed(Reply[Failure], frozen=True):
 
 
 class Failed(EngineMessage, frozen=True):
-    """The engine's final message, with the reason why it stopped, and the error if the user caused it."""
+    """The engine's final message, with the reason why it stopped, and the exception if it is a user error."""
 
     message: str
     user_error: Failure | None = None

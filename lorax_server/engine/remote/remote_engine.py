@@ -109,7 +109,7 @@ class RemoteEngine:
             self.abort(request_id)
 
     def abort(self, request_id: int, error: LoraxError | None = None) -> None:
-        """Abort a request. Its reader gets `error`, if given. Ignore requests that have finished."""
+        """Abort a request. Its reader raises `error`, if given. Ignore requests that have finished."""
         stream = self._streams.pop(request_id, None)
         if stream is not None:
             stream.close(error)
@@ -277,7 +277,7 @@ class RemoteEngine:
 
 
 def next_restart_delay_s(last_s: float, uptime_s: float, first_s: float) -> float:
-    """Return the delay before a restart. It is 0 after a long run, and otherwise doubles up to a limit."""
+    """Return the delay before a restart. It is 0 after a long uptime, and otherwise doubles up to a limit."""
     if uptime_s >= STABLE_AFTER_S:
         return 0.0
     return min(max(first_s, 2 * last_s), MAX_RESTART_DELAY_S)

@@ -19,9 +19,12 @@ struct Paged { const int32_t* tables; const int64_t* inputs; const int64_t* cach
 struct Matrix { const void* panels; const void* bias; int64_t outputs; int64_t inputs; int32_t stored; int32_t dtype;
   int32_t bits; int32_t block; int32_t has_offsets; int32_t has_wide_scales; int32_t uses_dot; };
 struct Lora { const void* buffer; const int64_t* table; const float* scales; const int64_t* features; int64_t targets;
-  const int64_t* bounds; const int64_t* adapters; int64_t segments; };
+  const int64_t* bounds; const int64_t* adapters; int64_t segments; int64_t expert; };
 void linear(const Matrix* matrix, const void* x, int64_t ldx, int64_t rows, void* out, const Lora* lora,
   int64_t first, int64_t count, int64_t gate);
+void run_experts(const Matrix* gate_up, const Matrix* down, int64_t experts, const void* x, int64_t ldx, int64_t rows,
+  const int64_t* chosen, const float* weights, int64_t top_k, void* out, const Lora* lora, int64_t first, int64_t gate,
+  float alpha, float limit);
 void get_cpu_features(int64_t* panel, int64_t* tile_inputs, int64_t* weight_bias, int64_t* has_tiles,
   int64_t* has_dot);
 void look_up_rows(const Matrix* matrix, int64_t first, const int64_t* rows, int64_t count, void* out);
@@ -46,10 +49,12 @@ void rotary(void* x, int64_t token, int64_t head, int64_t tokens, int64_t heads,
 void write_kv(const Paged* batch, const char* k, int64_t k_token, int64_t k_head, const char* v, int64_t v_token,
   int64_t v_head, char* keys, char* values);
 void decode_attention(const Paged* batch, const void* q, int64_t token, int64_t head, const void* keys,
-  const void* values, void* out, int64_t heads, float scale, int64_t window, float cap, const float* slopes);
+  const void* values, void* out, int64_t heads, float scale, int64_t window, float cap, const float* slopes,
+  const float* sinks);
 void prefill_attention(const Paged* batch, const void* q, int64_t q_token, int64_t q_head, const void* k,
   int64_t k_token, int64_t k_head, const void* v, int64_t v_token, int64_t v_head, const void* keys,
-  const void* values, void* out, int64_t heads, float scale, int64_t window, float cap, const float* slopes);
+  const void* values, void* out, int64_t heads, float scale, int64_t window, float cap, const float* slopes,
+  const float* sinks);
 void run_graph(const int64_t* calls, int64_t count, int64_t words);
 """
 POINTER_OR_INT = ctypes.c_void_p  # also for int64_t, because ctypes converts c_void_p arguments three times as fast
@@ -72,6 +77,7 @@ class Gate(IntEnum):
     NONE = 0
     SILU = 1
     GELU_TANH = 2
+    CLAMPED_SWIGLU = 3  # only for experts
 
 
 ENUMS: dict[str, Mapping[str, int]] = {

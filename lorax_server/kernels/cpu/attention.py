@@ -4,10 +4,11 @@ The native kernels require a KV cache in the model dtype. Float8 caches use the 
 """
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 
-from lorax_server.kernels import reference
+from lorax_server.kernels import reference, whole_sequences
 from lorax_server.kernels.cpu.abi import struct_fields
 from lorax_server.kernels.cpu.library import DTYPES, Library
 from lorax_server.kernels.cpu.structs import NativeStruct
@@ -44,6 +45,22 @@ class CpuAttention:
         if batch.cu_seqlens is None:
             return self.decode_attention(q, cache, batch, spec)
         return self.prefill_attention(q, k, v, cache, batch, spec)
+
+    def attend_sequences(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        angles: CosSin | None,
+        lengths: Sequence[int],
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        if spec.soft_cap is not None or spec.sinks is not None:
+            return reference.attend_sequences(q, k, v, angles, lengths, spec)
+        if angles is not None:
+            for heads in _join_heads(q, k):
+                self.rotary(heads, *angles)
+        return whole_sequences.attend(q, k, v, lengths, spec)
 
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Apply RoPE as `reference.rotary` does."""
@@ -142,10 +159,10 @@ def _join_heads(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (q.as_strided((q.shape[0], q.shape[1] + k.shape[1], q.shape[2]), q.stride()),)
 
 
-def _score_args(spec: AttentionSpec) -> tuple[float, int, float, int | None]:
-    """Return a layer's scale, window, soft cap (0 if none) and ALiBi slope address, as native arguments."""
-    slopes = None if spec.slopes is None else spec.slopes.data_ptr()
-    return spec.scale, spec.window or UNLIMITED_WINDOW, spec.soft_cap or 0.0, slopes
+def _score_args(spec: AttentionSpec) -> tuple[float, int, float, int | None, int | None]:
+    """Return a layer's scale, window, soft cap (0 if none), and the addresses of ALiBi slopes and attention sinks."""
+    slopes, sinks = (None if x is None else x.data_ptr() for x in (spec.slopes, spec.sinks))
+    return spec.scale, spec.window or UNLIMITED_WINDOW, spec.soft_cap or 0.0, slopes, sinks
 
 
 def _strides(x: torch.Tensor) -> tuple[int, int]:

@@ -24,6 +24,7 @@ from lorax_server.kernels.ops import UnrecordableError
 # The kernels in a decode step's layers. Other kernels write to temporary memory, so they cannot be recorded.
 RECORDABLE_KERNELS = (
     "linear",
+    "run_experts",
     "rms_norm",
     "layer_norm",
     "scale_and_shift",
@@ -47,6 +48,15 @@ COPY_OPS = (
     aten.to.dtype,
     aten.flatten.using_ints,
     aten.reshape.default,
+)
+# Torch ops of routers.
+ROUTING_OPS = (
+    aten.softmax.int,
+    aten.sum.dim_IntList,
+    aten.topk.default,
+    aten.gather.default,
+    aten.zeros_like.default,
+    aten.scatter.value,
 )
 # First ops of `tolist` and `numpy`, whose results would be constants in a replay.
 HOST_READ_OPS = (aten.resolve_conj.default, aten.resolve_neg.default, aten.to.dtype_layout)
@@ -157,20 +167,23 @@ class Recording(TorchDispatchMode):
             return self._buffers.take(result, self._rows)
         if func.is_view and _are_views_of(result, (args, kwargs)):
             return result
-        if not isinstance(result, torch.Tensor) or not (torch.Tag.pointwise in func.tags or func in COPY_OPS):
+        if not (torch.Tag.pointwise in func.tags or func in COPY_OPS + ROUTING_OPS):
             raise UnrecordableError(func)
         return self._record_torch_op(func, args, kwargs, result)
 
-    def _record_torch_op(self, func: Any, args: Any, kwargs: Any, result: torch.Tensor) -> torch.Tensor:
+    def _record_torch_op(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
         self._flush_calls()
-        kept = self._buffers.take(result, self._rows).copy_(result)  # later ops may use the values as indices
+        # Keep the values, because later ops may use them as indices.
+        kept = tree_map_only(torch.Tensor, lambda x: self._buffers.take(x, self._rows).copy_(x), result)
         args, kwargs = tree_map_only(torch.Tensor, self._buffers.alias, (args, kwargs))
-        self._steps.append(partial(_run_into, self._buffers.alias(kept), partial(func, *args, **kwargs)))
+        outputs = [self._buffers.alias(x) for x in tree_leaves(kept)]
+        self._steps.append(partial(_run_into, outputs, partial(func, *args, **kwargs)))
         return kept
 
 
-def _run_into(out: torch.Tensor, function: Callable[[], torch.Tensor]) -> None:
-    out.copy_(function())
+def _run_into(outputs: Sequence[torch.Tensor], function: Callable[[], Any]) -> None:
+    for output, result in zip(outputs, tree_leaves(function()), strict=True):
+        output.copy_(result)
 
 
 def _to_word(argument: Any, kind: Any) -> bytes:

@@ -24,7 +24,7 @@ OPENMP_PREFIXES = ("libgomp", "libiomp5", "libomp")
 
 
 class LibraryUnavailableError(Exception):
-    """No native kernel library can be used. The message gives the reason."""
+    """No native kernel library can be used. The message contains the reason."""
 
 
 class Library:

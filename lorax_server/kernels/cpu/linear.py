@@ -1,7 +1,7 @@
 """Linear layers on a CPU: matrix product, adapters and gate in one native call."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -11,11 +11,20 @@ from lorax_server.kernels.cpu.abi import Dtype, Gate
 from lorax_server.kernels.cpu.library import DTYPES, Library
 from lorax_server.kernels.cpu.structs import Matrix, NativeStruct, lora_struct
 from lorax_server.kernels.matrix import StoredMatrix
-from lorax_server.kernels.ops import Activation, LinearWeights, LoraBatch, LoraTarget
+from lorax_server.kernels.ops import (
+    Activation,
+    ExpertMatrices,
+    ExpertWeights,
+    LinearWeights,
+    LoraBatch,
+    LoraTarget,
+    Routing,
+)
 from lorax_server.kernels.panels import PanelMatrix, to_paired_panels, to_panels
 from lorax_server.kernels.quantized import BlockMatrix, QuantizedMatrix
 
 GATES = {"silu": Gate.SILU, "swish": Gate.SILU, "gelu_tanh": Gate.GELU_TANH}
+EXPERT_GATES = GATES | {"clamped_swiglu": Gate.CLAMPED_SWIGLU}
 
 
 class CpuLinears:
@@ -72,14 +81,7 @@ class CpuLinears:
             raise ValueError(
                 f"x must have {inputs} columns of {weights.weight.dtype} (got {tuple(x.shape)}, {x.dtype})"
             )
-        batch, first = None, 0
-        if lora is not None:
-            adapters = lora_struct(lora)
-            if adapters.tokens != rows or lora.buffer.dtype != x.dtype:
-                raise ValueError(
-                    f"the LoRA batch must have {rows} tokens of {x.dtype} (got {adapters.tokens}, {lora.buffer.dtype})"
-                )
-            batch, first = adapters.address, targets[0].index
+        batch, first = (None, 0) if lora is None else (_lora_address(lora, x), targets[0].index)
         out = torch.empty(rows, outputs // 2 if gate else outputs, dtype=x.dtype)
         self._library.linear(address, x.data_ptr(), stride, rows, out.data_ptr(), batch, first, len(targets), gate)
         return out
@@ -100,7 +102,44 @@ class CpuLinears:
         if gate and both.dtype in DTYPES:
             return self.apply_gate(both, gate)
         left, right = both.chunk(2, dim=-1)
-        return activation(left) * right
+        return activation.apply_gate(left, right)
+
+    def make_experts(self, count: int, matrices: Iterable[ExpertMatrices], activation: Activation) -> ExpertWeights:
+        return reference.make_experts(count, matrices, activation, self.make_linear)
+
+    def run_experts(
+        self,
+        x: torch.Tensor,
+        routing: Routing,
+        experts: ExpertWeights,
+        lora: LoraBatch | None,
+        targets: Sequence[LoraTarget],
+    ) -> torch.Tensor:
+        gate = EXPERT_GATES.get(experts.activation.name)
+        if gate is None or not isinstance(experts.down[0].weight, PanelMatrix | BlockPanels):
+            return reference.loop_over_experts(x, routing, experts, lora, targets, self.linear, self.gated_linear)
+        gate_up, down = experts.cached("cpu", self._make_matrices, experts)
+        rows, hidden = x.shape
+        if (hidden, x.dtype) != (len(experts.down[0].weight), experts.down[0].weight.dtype):
+            raise ValueError(f"x must have the hidden size and dtype of the experts (got {tuple(x.shape)}, {x.dtype})")
+        chosen, weights, x = routing.experts.contiguous(), routing.weights.float().contiguous(), x.contiguous()
+        batch, first = (None, 0) if lora is None else (_lora_address(lora, x), targets[0].index)
+        out = torch.empty(rows, hidden, dtype=x.dtype)
+        self._library.run_experts(
+            *(gate_up.address, down.address, len(experts.down), x.data_ptr(), hidden, rows),
+            *(chosen.data_ptr(), weights.data_ptr(), chosen.shape[1], out.data_ptr(), batch, first, gate),
+            *(experts.activation.parameters or (0.0, 0.0)),
+        )
+        return out
+
+    def _make_matrices(self, experts: ExpertWeights) -> tuple[NativeStruct, NativeStruct]:
+        """Return arrays of C++ structs: the gate and up matrices, and the down matrices."""
+        arrays = []
+        for linears in (experts.gate_up, experts.down):
+            owned = [self._make_matrix(linear) for linear in linears]
+            array = (Matrix * len(owned))(*(Matrix.from_address(struct.address) for struct in owned))
+            arrays.append(NativeStruct(ctypes.addressof(array), (array, *owned)))
+        return arrays[0], arrays[1]
 
     def apply_gate(self, x: torch.Tensor, kind: Gate) -> torch.Tensor:
         """Return `activation(left) * right`, where left and right are the halves of `[rows, 2 * width]`."""
@@ -132,3 +171,13 @@ class CpuLinears:
         has_wide_scales = kind.scale_dtype == torch.float32
         flags = kind.bits, kind.block, kind.has_offsets, has_wide_scales, self._library.has_dot
         return Matrix(*pointers, *matrix.shape, Dtype.QUANTIZED, DTYPES[matrix.dtype], *flags)
+
+
+def _lora_address(lora: LoraBatch, x: torch.Tensor) -> int:
+    """Return the address of the C++ struct for a LoRA batch with the rows of `x`."""
+    adapters = lora_struct(lora)
+    if adapters.tokens != len(x) or lora.buffer.dtype != x.dtype:
+        raise ValueError(
+            f"the LoRA batch must have {len(x)} tokens of {x.dtype} (got {adapters.tokens}, {lora.buffer.dtype})"
+        )
+    return adapters.address

@@ -69,7 +69,7 @@ def _make_lora_struct(lora: LoraBatch) -> NativeLora:
     segment_data = (ctypes.c_int64 * (2 * capacity + 1))()
     start = ctypes.addressof(segment_data)
     pointers = [tensor.data_ptr() for tensor in tensors]
-    struct = Lora(*pointers, lora.host_table.shape[1], start, start + 8 * (capacity + 1), 0)
+    struct = Lora(*pointers, lora.host_table.shape[1], start, start + 8 * (capacity + 1), 0, lora.expert)
     described = NativeLora(ctypes.addressof(struct), tokens, struct, segment_data, tensors)
     described.write(*_segments(lora))
     return described

@@ -175,7 +175,7 @@ class FusedLinear:
     def add_lora(
         self, out: torch.Tensor, x: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget], early: int = 0
     ) -> None:
-        """Add LoRA to `out`, a product of up to 256 rows that cuBLAS computed."""
+        """Add LoRA to `out`, a cuBLAS product with up to 256 rows."""
         args = self._make_args(out, x, None, lora, targets, 1024)
         args.lora_blocks, args.early = self.num_sms, early
         self._kernels.get(AddLoraVariant(self.dtype)).launch(self.num_sms, THREADS, [args], early=early > 0)

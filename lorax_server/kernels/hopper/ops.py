@@ -87,7 +87,7 @@ class HopperOps(TritonOps):
         spec: AttentionSpec,
     ) -> torch.Tensor:
         is_decode = batch.cu_seqlens is None
-        if spec.slopes is not None:  # ALiBi is not supported by the CUDA kernels
+        if spec.slopes is not None or spec.sinks is not None:  # not supported by the CUDA kernels
             return super().attend(q, k, v, angles, cache, batch, spec)
         if not len(q) or not (is_decode or batch.stores_all) or not self._decode.supports(q, k, v, cache, batch):
             return super().attend(q, k, v, angles, cache, batch, spec)

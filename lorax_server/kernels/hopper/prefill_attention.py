@@ -198,13 +198,13 @@ def _cache_map(cache: torch.Tensor, rows: int) -> bytes:
 
 
 def choose_packed_heads(group: int, rows: int) -> int:
-    """Return the number of query heads per block: the largest divisor of `group` that leaves few rows idle."""
+    """Return the number of query heads per block: the largest divisor of `group` with few idle rows."""
     divisors = [pack for pack in range(1, min(group, rows) + 1) if group % pack == 0]
     return max(pack for pack in divisors if rows % pack <= MAX_IDLE_ROWS)
 
 
 def list_prefill_tiles(inputs: Iterable[int], cached: Iterable[int], tokens: int) -> Tiles:
-    """Return the tiles of sequences with several new tokens, `[tiles, 4]`, in descending order of work.
+    """Return tiles for sequences with several new tokens, `[tiles, 4]`, in descending order of work.
 
     The columns are: sequence, first token in the batch, its position, and the number of tokens up to the sequence end.
     """

@@ -40,6 +40,8 @@ def decode_attention(q: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec
     if work.max_splits > 1:
         _merge_splits_kernel[(num_heads, num_seqs)](
             *(partial, lse, batch.input_lengths, batch.cache_lengths, out, spec.window_or_max, work.max_splits),
+            q if spec.sinks is None else spec.sinks,
+            HAS_SINKS=spec.sinks is not None,
             HEAD_DIM=head_dim,
             DIM=padded_head_dim(head_dim),
             SPLIT_TOKENS=SPLIT_TOKENS,
@@ -137,8 +139,10 @@ def _launch(
         *(spec.window_or_max, q.stride(0), q.stride(1), batch.block_tables.stride(0), work.max_splits),
         *ScoreScales.from_spec(cache[0], spec),
         q if spec.slopes is None else spec.slopes,
+        q if spec.sinks is None else spec.sinks,
         HAS_CAP=spec.soft_cap is not None,
         HAS_SLOPES=spec.slopes is not None,
+        HAS_SINKS=spec.sinks is not None,
         IS_RESCALED=is_query_rescaled(q, cache[0]),
         NUM_KV_HEADS=num_kv_heads,
         BLOCK_SIZE=block_size,
@@ -193,22 +197,22 @@ def _list_splits_kernel(
 def load_query(pointers: tl.tensor, mask: tl.tensor, COMPUTE: tl.constexpr, IS_RESCALED: tl.constexpr) -> tl.tensor:
     """Return query rows, and the power of two that each row was divided by to fit into float16."""
     query = tl.load(pointers, mask=mask, other=0.0)
-    power = tl.full([query.shape[0]], 1.0, tl.float32)
+    query_scale = tl.full([query.shape[0]], 1.0, tl.float32)
     if IS_RESCALED:
         query = query.to(tl.float32)
-        power = tl.exp2(tl.ceil(tl.log2(tl.maximum(tl.max(tl.abs(query), axis=1), 1e-30))))
-        query = query / power[:, None]
-    return query.to(COMPUTE), power
+        query_scale = tl.exp2(tl.ceil(tl.log2(tl.maximum(tl.max(tl.abs(query), axis=1), 1e-30))))
+        query = query / query_scale[:, None]
+    return query.to(COMPUTE), query_scale
 
 
 @triton.jit
 def multiply_keys(
-    query, power, keys, inner, IS_RESCALED: tl.constexpr, HAS_CAP: tl.constexpr,
+    query, query_scale, keys, inner, IS_RESCALED: tl.constexpr, HAS_CAP: tl.constexpr,
 ):  # fmt: skip
     """Return query-key products with the soft cap applied. See `ScoreScales`."""
     products = tl.dot(query, tl.trans(keys), input_precision="ieee")
     if IS_RESCALED:
-        products *= power[:, None]
+        products *= query_scale[:, None]
     if HAS_CAP:
         return 1.0 - 2.0 / (1.0 + tl.exp2(products * inner))
     return products
@@ -223,8 +227,14 @@ def load_slopes(slopes, heads, mask, HAS_SLOPES: tl.constexpr):
 
 
 @triton.jit
+def sink_weights(sinks, heads, mask, highest):
+    """Return the weights of the heads' attention sinks, relative to the maximum scores."""
+    return tl.exp2(tl.load(sinks + heads, mask=mask, other=0.0) * 1.4426950408889634 - highest)
+
+
+@triton.jit
 def _attend(
-    query, power, slope, k_cache, v_cache, table, start, stop, query_position, head, inner, scale,
+    query, query_scale, slope, k_cache, v_cache, table, start, stop, query_position, head, inner, scale,
     HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, IS_RESCALED: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -242,7 +252,7 @@ def _attend(
         # Masked loads are 0, so stale values past the end of the sequence (even NaN) do not affect the sums.
         loaded = seen[:, None] & (dims < HEAD_DIM)[None, :]
         keys = tl.load(k_cache + cache_offsets, mask=loaded, other=0.0).to(query.dtype)
-        scores = multiply_keys(query, power, keys, inner, IS_RESCALED, HAS_CAP) * scale
+        scores = multiply_keys(query, query_scale, keys, inner, IS_RESCALED, HAS_CAP) * scale
         if HAS_SLOPES:
             scores += slope[:, None] * (positions - query_position).to(tl.float32)[None, :]
         scores = tl.where(seen[None, :], scores, float("-inf"))
@@ -261,7 +271,8 @@ def _attend(
 )
 def _decode_kernel(
     q, k_cache, v_cache, tables, input_lengths, cache_lengths, items, out, partial, lse, window, q_token, q_head,
-    table_row, max_splits, inner, scale, v_scale, slopes, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
+    table_row, max_splits, inner, scale, v_scale, slopes, sinks, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     IS_RESCALED: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS_PER_KV: tl.constexpr,
     QUERIES: tl.constexpr, COMPUTE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr,
@@ -278,13 +289,15 @@ def _decode_kernel(
         stop = tl.minimum(start + split_size, length)
         heads = head * HEADS_PER_KV + queries
         pointers = q + seq * q_token + heads[:, None] * q_head + dims[None, :]
-        query, power = load_query(pointers, own, COMPUTE, IS_RESCALED)
+        query, query_scale = load_query(pointers, own, COMPUTE, IS_RESCALED)
         slope = load_slopes(slopes, heads, queries < HEADS_PER_KV, HAS_SLOPES)
         table = tables + seq * table_row
         acc, total, highest = _attend(
-            *(query, power, slope, k_cache, v_cache, table, start, stop, length - 1, head, inner, scale),
+            *(query, query_scale, slope, k_cache, v_cache, table, start, stop, length - 1, head, inner, scale),
             *(HAS_CAP, HAS_SLOPES, IS_RESCALED, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, TILE),
         )
+        if HAS_SINKS and number == 1:
+            total += sink_weights(sinks, heads, queries < HEADS_PER_KV, highest)
         total = tl.where(stop > start, total, 1.0)
         result = acc / total[:, None] * v_scale
         rows = seq * NUM_KV_HEADS * HEADS_PER_KV + heads
@@ -298,7 +311,7 @@ def _decode_kernel(
 
 @triton.jit(do_not_specialize=["input_lengths", "cache_lengths", "window", "max_splits"])
 def _merge_splits_kernel(
-    partial, lse, input_lengths, cache_lengths, out, window, max_splits,
+    partial, lse, input_lengths, cache_lengths, out, window, max_splits, sinks, HAS_SINKS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Merge the split results of one head and sequence. Results of sequences with one split are already final."""
@@ -319,5 +332,8 @@ def _merge_splits_kernel(
         mask = (some < number)[:, None] & (dims < HEAD_DIM)[None, :]
         parts = tl.load(partial + some[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
         acc += tl.sum(parts * weights[:, None], axis=0)
-    result = acc / tl.sum(tl.exp2(lses - highest), axis=0)
+    total = tl.sum(tl.exp2(lses - highest), axis=0)
+    if HAS_SINKS:
+        total += sink_weights(sinks, head, True, highest)
+    result = acc / total
     tl.store(out + row * HEAD_DIM + dims, result.to(out.dtype.element_ty), mask=dims < HEAD_DIM)

@@ -35,7 +35,7 @@ def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """Return `activation(gate) * up`, where gate and up are the halves of `gate_up`, without adapters."""
     if activation.name not in FUSED_ACTIVATIONS:
         first, second = gate_up.chunk(2, dim=-1)
-        return activation(first) * second
+        return activation.apply_gate(first, second)
     tokens, width = len(gate_up), gate_up.shape[1] // 2
     out = gate_up.new_empty(tokens, width)
     grid = (triton.cdiv(width, BASE_BLOCK_N), triton.cdiv(tokens, BASE_HEIGHT))

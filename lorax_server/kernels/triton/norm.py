@@ -67,11 +67,11 @@ def layer_norm(
 
 
 def _kernel_args(
-    x: torch.Tensor, unread: torch.Tensor, lora: LoraBatch | None, targets: Sequence[LoraTarget]
+    x: torch.Tensor, unused: torch.Tensor, lora: LoraBatch | None, targets: Sequence[LoraTarget]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return a norm kernel's adapter arguments and its compile-time constants."""
     target = _find_target(x, targets) if lora is not None else None
-    adapters: tuple[Any, ...] = (unread, unread, unread, 0, 0, 0)
+    adapters: tuple[Any, ...] = (unused, unused, unused, 0, 0, 0)
     if lora is not None and target is not None:
         strides = lora.table.stride(0), lora.table.stride(1)
         adapters = lora.adapter_indices, lora.table, lora.buffer, target.index, *strides
@@ -108,7 +108,7 @@ def _rms_kernel(
     num_rows, x_token, x_head, residual_token, residual_head, HAS_RESIDUAL: tl.constexpr, HAS_TARGET: tl.constexpr,
     HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    rows, columns = _find_rows(BLOCK, ROWS)
+    rows, columns = _row_and_column_indices(BLOCK, ROWS)
     is_column = columns < SIZE
     mask = (rows < num_rows) & is_column
     dtype: tl.constexpr = x.dtype.element_ty
@@ -128,7 +128,7 @@ def _rms_kernel(
         result = result.to(dtype).to(tl.float32)
     result = (result * factor).to(dtype)
     if HAS_TARGET:
-        fields = _find_fields(adapter_indices, table, token, num_rows, table_adapter, target_index * table_target)
+        fields = _target_fields(adapter_indices, table, token, num_rows, table_adapter, target_index * table_target)
         result = _scale_and_shift(result, buffer + columns, fields, mask)
     tl.store(normed + rows * SIZE + columns, result, mask=mask)
 
@@ -139,7 +139,7 @@ def _layer_kernel(
     x_token, x_head, eps, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TARGET: tl.constexpr,
     HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    rows, columns = _find_rows(BLOCK, ROWS)
+    rows, columns = _row_and_column_indices(BLOCK, ROWS)
     is_column = columns < SIZE
     mask = (rows < num_rows) & is_column
     token, head = rows // HEADS, rows % HEADS
@@ -154,29 +154,29 @@ def _layer_kernel(
     scale = tl.rsqrt(tl.sum(centred * centred, axis=1) / SIZE + eps)[:, None]
     result = (centred * scale * factor + shift).to(x.dtype.element_ty)
     if HAS_TARGET:
-        fields = _find_fields(adapter_indices, table, token, num_rows, table_adapter, target_index * table_target)
+        fields = _target_fields(adapter_indices, table, token, num_rows, table_adapter, target_index * table_target)
         result = _scale_and_shift(result, buffer + columns, fields, mask)
     tl.store(normed + rows * SIZE + columns, result, mask=mask)
 
 
 @triton.jit
-def _find_rows(BLOCK: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
+def _row_and_column_indices(BLOCK: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
     """Return the indices of the program's rows as a column vector, and all column indices as a row vector."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     return rows[:, None], tl.arange(0, BLOCK)[None, :]
 
 
 @triton.jit
-def _find_fields(
+def _target_fields(
     adapter_indices: tl.tensor,
     table: tl.tensor,
     token: tl.tensor,
     num_rows: tl.tensor,
     table_adapter: tl.tensor,
-    target_at: tl.tensor,
+    target_offset: tl.tensor,
 ) -> tl.tensor:
     """Return pointers to the table fields of each token's adapter. Norms with adapters have one head per token."""
-    return table + tl.load(adapter_indices + token, mask=token < num_rows, other=0) * table_adapter + target_at
+    return table + tl.load(adapter_indices + token, mask=token < num_rows, other=0) * table_adapter + target_offset
 
 
 @triton.jit

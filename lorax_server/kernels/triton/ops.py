@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from lorax_server.kernels import reference
+from lorax_server.kernels import reference, whole_sequences
 from lorax_server.kernels.ops import (
     MAX_RANK,
     Activation,
@@ -22,7 +22,7 @@ from lorax_server.kernels.ops import (
     PagedBatch,
     SampleTokens,
 )
-from lorax_server.kernels.triton import decode_lora, gated_activation, prompt_lora, scale_shift
+from lorax_server.kernels.triton import decode_lora, experts, gated_activation, prompt_lora, scale_shift
 from lorax_server.kernels.triton.decode_attention import decode_attention
 from lorax_server.kernels.triton.embedding import adapt_embedding
 from lorax_server.kernels.triton.kv_cache import rotate_and_write
@@ -56,6 +56,8 @@ class TritonOps:
     rms_norm = staticmethod(rms_norm)
     layer_norm = staticmethod(layer_norm)
     adapt_embedding = staticmethod(adapt_embedding)
+    make_experts = staticmethod(experts.make_experts)
+    run_experts = staticmethod(experts.run_experts)
 
     def attend(
         self,
@@ -71,6 +73,22 @@ class TritonOps:
         if batch.cu_seqlens is None:
             return decode_attention(q, cache, batch, spec)
         return prefill_attention(q, k, v, cache, batch, spec)
+
+    def attend_sequences(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        angles: CosSin | None,
+        lengths: Sequence[int],
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        if spec.soft_cap is not None or spec.sinks is not None:
+            return reference.attend_sequences(q, k, v, angles, lengths, spec)
+        if angles is not None:
+            reference.rotary(q, *angles)
+            reference.rotary(k, *angles)
+        return whole_sequences.attend(q, k, v, lengths, spec)
 
     def prepare(self, linears: Sequence[LinearWeights], with_lora: bool) -> None:
         """Do nothing, because Triton compiles kernels at their first launch."""

@@ -23,6 +23,7 @@ from lorax_server.kernels.triton.decode_attention import (
     load_slopes,
     multiply_keys,
     padded_head_dim,
+    sink_weights,
 )
 
 MAX_PACKED_HEADS = 8  # maximum number of query heads per program
@@ -149,7 +150,7 @@ def _plan_kernel(input_lengths, cache_lengths, bounds, tiles, num_seqs, max_tile
 
 
 def _mark_decode_rows(batch: PagedBatch) -> _DecodeRows:
-    """Return all sequences in a graph's batch. Sequences that do not have exactly one new token get length 0."""
+    """Return all sequences in a graph's batch, with length 0 for those without exactly one new token."""
     assert batch.cu_seqlens is not None
     is_single, first, last = batch.input_lengths == 1, batch.cu_seqlens[:-1].long(), len(batch.slots)
     cached = torch.where(is_single, batch.cache_lengths, 0)
@@ -189,11 +190,13 @@ def _launch(
         *(q, *cache, tables, tiles, out, spec.window_or_max, q.stride(0), q.stride(1), tables.stride(0)),
         *ScoreScales.from_spec(cache[0], spec),
         q if spec.slopes is None else spec.slopes,
+        q if spec.sinks is None else spec.sinks,
         # Tensor cores sum in a fixed order. In float32, the compiler could choose another order without masks.
         HAS_UNMASKED=compute != tl.float32 or q.is_cpu,
         HAS_WINDOW=spec.window is not None,
         HAS_CAP=spec.soft_cap is not None,
         HAS_SLOPES=spec.slopes is not None,
+        HAS_SINKS=spec.sinks is not None,
         IS_RESCALED=is_query_rescaled(q, cache[0]),
         NUM_HEADS=q.shape[1],
         NUM_KV_HEADS=num_kv_heads,
@@ -217,14 +220,14 @@ def _load(cache, cache_offsets, mask, IS_MASKED: tl.constexpr):
 
 @triton.jit
 def _attend(
-    query, power, slope, acc, total, highest, k_cache, v_cache, table, at_row, start, stop, end, window, inner,
-    scale, IS_EDGE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
+    query, query_scale, slope, acc, total, max_score, k_cache, v_cache, table, query_pos, start, stop, end, window,
+    inner, scale, IS_EDGE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
     IS_RESCALED: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
     KEYS: tl.constexpr,
 ):  # fmt: skip
     """Return the attention state after accumulating keys `start` to `stop`. Edge tiles apply a mask to each row.
 
-    Edge and inner tiles perform the same operations in the same order, so both produce equal bits.
+    Edge and inner tiles perform the same operations in the same order, so both results are bitwise equal.
     """
     dims = tl.arange(0, query.shape[1])
     is_masked: tl.constexpr = IS_EDGE or query.shape[1] != HEAD_DIM
@@ -236,31 +239,32 @@ def _attend(
         cache_offsets = rows[:, None] * HEAD_DIM + dims[None, :]
         loaded = within[:, None] & (dims < HEAD_DIM)[None, :]
         keys = _load(k_cache, cache_offsets, loaded, is_masked).to(query.dtype)
-        scores = multiply_keys(query, power, keys, inner, IS_RESCALED, HAS_CAP)
+        scores = multiply_keys(query, query_scale, keys, inner, IS_RESCALED, HAS_CAP)
         if HAS_SLOPES:  # scaled below
-            scores += slope[:, None] * (positions[None, :] - at_row[:, None]).to(tl.float32)
+            scores += slope[:, None] * (positions[None, :] - query_pos[:, None]).to(tl.float32)
         if IS_EDGE:
-            visible = positions[None, :] <= at_row[:, None]
+            visible = positions[None, :] <= query_pos[:, None]
             if HAS_WINDOW:
-                visible = visible & (positions[None, :] > at_row[:, None] - window)
+                visible = visible & (positions[None, :] > query_pos[:, None] - window)
             scores = tl.where(visible, scores, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, axis=1) * scale)
-        base = higher
+        new_max = tl.maximum(max_score, tl.max(scores, axis=1) * scale)
+        base = new_max
         if HAS_WINDOW:  # all keys so far can be masked
-            base = tl.where(higher == float("-inf"), 0.0, higher)
+            base = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(tl.fma(scores, scale, -base[:, None]))
-        rescale = tl.exp2(highest - base)
+        rescale = tl.exp2(max_score - base)
         total = tl.fma(total, rescale, tl.sum(weights, axis=1))
         values = _load(v_cache, cache_offsets, loaded, is_masked).to(query.dtype)
         acc = tl.dot(weights.to(query.dtype), values, acc * rescale[:, None], input_precision="ieee")
-        highest = higher
-    return acc, total, highest
+        max_score = new_max
+    return acc, total, max_score
 
 
 @triton.jit(do_not_specialize=["tables", "tiles", "window", "table_row"])
 def _prefill_kernel(
     q, k_cache, v_cache, tables, tiles, out, window, q_token, q_head, table_row, inner, scale, v_scale,
-    slopes, HAS_UNMASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
+    slopes, sinks, HAS_UNMASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr, HAS_SINKS: tl.constexpr,
     IS_RESCALED: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PACKED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, COMPUTE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -275,11 +279,11 @@ def _prefill_kernel(
     offsets, heads = lines // PACKED, group * PACKED + lines % PACKED
     own = (offsets < count)[:, None] & (dims < HEAD_DIM)[None, :]
     pointers = q + (token + offsets)[:, None] * q_token + heads[:, None] * q_head + dims[None, :]
-    query, power = load_query(pointers, own, COMPUTE, IS_RESCALED)
+    query, query_scale = load_query(pointers, own, COMPUTE, IS_RESCALED)
     slope = load_slopes(slopes, heads, offsets < count, HAS_SLOPES) / scale
-    at_row, end = position + tl.minimum(offsets, count - 1), position + count
+    query_pos, end = position + tl.minimum(offsets, count - 1), position + count
     acc, total = tl.zeros([ROWS, DIM], tl.float32), tl.zeros([ROWS], tl.float32)
-    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    max_score = tl.full([ROWS], float("-inf"), tl.float32)
     keys, values = k_cache + kv_head * (BLOCK_SIZE * HEAD_DIM), v_cache + kv_head * (BLOCK_SIZE * HEAD_DIM)
     table = tables + seq * table_row
     edge = tl.maximum(position + 1 - window, 0) // KEYS * KEYS
@@ -287,19 +291,22 @@ def _prefill_kernel(
         first, edge = edge, (position + 1) // KEYS * KEYS
         unmasked = tl.minimum(tl.cdiv(tl.maximum(end - window, 0), KEYS) * KEYS, edge)
         if HAS_WINDOW:
-            acc, total, highest = _attend(
-                query, power, slope, acc, total, highest, keys, values, table, at_row, first, unmasked, end, window,
-                inner, scale, True, HAS_WINDOW, HAS_CAP, HAS_SLOPES, IS_RESCALED, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM,
-                KEYS,
+            acc, total, max_score = _attend(
+                query, query_scale, slope, acc, total, max_score, keys, values, table, query_pos, first, unmasked, end,
+                window, inner, scale, True, HAS_WINDOW, HAS_CAP, HAS_SLOPES, IS_RESCALED, NUM_KV_HEADS, BLOCK_SIZE,
+                HEAD_DIM, KEYS,
             )  # fmt: skip
-        acc, total, highest = _attend(
-            query, power, slope, acc, total, highest, keys, values, table, at_row, unmasked, edge, end, window, inner,
-            scale, False, HAS_WINDOW, HAS_CAP, HAS_SLOPES, IS_RESCALED, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, KEYS,
+        acc, total, max_score = _attend(
+            query, query_scale, slope, acc, total, max_score, keys, values, table, query_pos, unmasked, edge, end,
+            window, inner, scale, False, HAS_WINDOW, HAS_CAP, HAS_SLOPES, IS_RESCALED, NUM_KV_HEADS, BLOCK_SIZE,
+            HEAD_DIM, KEYS,
         )  # fmt: skip
-    acc, total, highest = _attend(
-        query, power, slope, acc, total, highest, keys, values, table, at_row, edge, end, end, window, inner,
+    acc, total, max_score = _attend(
+        query, query_scale, slope, acc, total, max_score, keys, values, table, query_pos, edge, end, end, window, inner,
         scale, True, HAS_WINDOW, HAS_CAP, HAS_SLOPES, IS_RESCALED, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, KEYS,
     )  # fmt: skip
+    if HAS_SINKS:
+        total += sink_weights(sinks, heads, offsets < count, max_score)
     result = (acc / total[:, None] * v_scale).to(out.dtype.element_ty)
     rows = (token + offsets) * NUM_HEADS + heads
     tl.store(out + rows[:, None] * HEAD_DIM + dims[None, :], result, mask=own)

@@ -1,7 +1,7 @@
 """LoRA for prompts: write the LoRA output first, then accumulate the base product into it.
 
-This halves the memory traffic of adding LoRA to a finished output. Grids are sized by the actual LoRA segments, which
-the host knows, or by the maximum in a graph.
+This halves the memory traffic of adding LoRA to a finished output. Grids are sized by the actual LoRA segments or, in a
+graph, by the maximum, because the host does not know the segments.
 """
 
 from collections.abc import Sequence

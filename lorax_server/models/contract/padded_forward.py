@@ -1,7 +1,7 @@
 """LoRAX's padded forward pass, with transformers' inputs and outputs (see docs/seed-contract.md).
 
-It runs the layers of the paged models. `PaddedContext` replaces the paged context: it attends over `past_key_values`
-instead of KV blocks.
+It runs the layers of the paged models. `PaddedContext` replaces the paged context: it attends over contiguous
+`past_key_values` instead of paged KV blocks.
 """
 
 from dataclasses import dataclass, field

@@ -11,13 +11,14 @@ from torch import nn
 from lorax_server.kernels import Activation
 from lorax_server.layers.activation import get_activation
 from lorax_server.layers.logits import LogitTransform
+from lorax_server.layers.moe import ExpertLoader, Route
 from lorax_server.layers.norm import RMSNorm
 from lorax_server.models.custom_modeling.paged import head_size
 from lorax_server.weights import Weights
 
 
 class BiasFlags(NamedTuple):
-    """Flags that say which linear layers have a bias."""
+    """Flags for the linear layers that have a bias."""
 
     qkv: bool = False
     output: bool = False
@@ -38,6 +39,27 @@ class ModuleNames(NamedTuple):
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # inside `attention`; one name: a fused matrix
     output: str = "o_proj"
     mlp: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # the last name is the output projection
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """Describes the mixture-of-experts layers of an architecture."""
+
+    num_experts: int
+    top_k: int  # experts per token
+    inner_size: int  # of each expert
+    size_field: str = "moe_intermediate_size"  # the config field with the inner size
+    route: Route
+    is_sparse: Sequence[bool] | None = None  # for each layer, whether it has experts instead of an MLP; None: all do
+    module: str = "mlp"
+    router: str = "gate"
+    router_bias: str | None = None  # a tensor in the router, passed to `route` in float32
+    has_router_bias: bool = False  # the router is a linear layer with a bias
+    load: ExpertLoader | None = None  # see `Experts`
+    matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # per-expert names of gate, up and down
+    shared: str | None = None  # MLP that runs for every token
+    shared_size: int = 0
+    shared_gate: str | None = None  # a matrix whose sigmoid scales the output of the shared MLP
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +98,8 @@ class Architecture:
     # MLP
     inner_size: int | None = None  # None: the config's `intermediate_size`
     activation: Activation | None = None  # None: the config's `hidden_act`
+
+    mixture: Mixture | None = None  # replaces the MLP in some or all layers
 
     # Embedding and head
     embedding_size: int | None = None  # None: the hidden size

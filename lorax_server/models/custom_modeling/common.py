@@ -32,6 +32,14 @@ def layer_windows(config: Any) -> list[int | None]:
     return [int(window) if kind == "sliding_attention" else None for kind in kinds]
 
 
+def find_sparse_layers(config: Any) -> list[bool]:
+    """Return, for each layer, whether the config's fields for Qwen's models give it experts instead of an MLP."""
+    return [
+        layer not in config.mlp_only_layers and config.num_experts > 0 and (layer + 1) % config.decoder_sparse_step == 0
+        for layer in range(config.num_hidden_layers)
+    ]
+
+
 def alibi_slopes(num_heads: int) -> torch.Tensor:
     """Return the ALiBi slopes for all heads, a geometric sequence.
 

@@ -10,11 +10,20 @@ import torch
 from torch import nn
 
 from lorax_server.adapters.target import AdapterTarget
-from lorax_server.distributed import Shard, join_shards, shard_evenly, shard_grouped, shard_kv_heads, shard_units
+from lorax_server.distributed import (
+    Shard,
+    join_shards,
+    shard_evenly,
+    shard_grouped,
+    shard_kv_heads,
+    shard_units,
+    unsharded,
+)
 from lorax_server.errors import ConfigError
 from lorax_server.kernels import CosSin
 from lorax_server.layers.attention import PagedContext
 from lorax_server.layers.linear import TensorParallelAdapterRowLinear, TensorParallelMultiAdapterLinear
+from lorax_server.layers.moe import Experts
 from lorax_server.layers.norm import RMSNorm as LlamaRMSNorm  # noqa: F401 - a name of the seed contract
 from lorax_server.layers.rotary import load_rotary, partial_rotary_dim
 from lorax_server.models.custom_modeling.architecture import Architecture, ModuleNames, head_dim, read_biases
@@ -38,6 +47,7 @@ def __getattr__(name: str) -> Any:
     return LlamaConfig
 
 
+MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
 LayerFactory = Callable[..., nn.Module]  # (layer_id, prefix=, config=, weights=)
 
 
@@ -137,6 +147,56 @@ class LlamaMLP(nn.Module):
         return out
 
 
+class SparseMLP(nn.Module):
+    """A mixture of experts, optionally with an MLP that runs for every token (a shared expert)."""
+
+    def __init__(self, prefix: str, config: Any, weights: Weights, arch: Architecture) -> None:
+        super().__init__()
+        mixture, size = arch.mixture, config.hidden_size
+        assert mixture is not None
+        if not 1 <= mixture.top_k <= mixture.num_experts:
+            raise ConfigError(
+                f"config field num_experts_per_tok must be between 1 and the number of experts, {mixture.num_experts} "
+                f"(got {mixture.top_k})"
+            )
+        module = f"{prefix}.{mixture.module}"
+        self.route = partial(mixture.route, top_k=mixture.top_k)
+        if mixture.router_bias is not None:
+            name = f"{module}.{mixture.router}.{mixture.router_bias}"
+            self.route = partial(self.route, bias=weights.get_tensor(name, (mixture.num_experts,), torch.float32))
+        self.router = TensorParallelMultiAdapterLinear(
+            weights,
+            [f"{module}.{mixture.router}"],
+            size,
+            [unsharded(mixture.num_experts)],
+            bias=mixture.has_router_bias,
+            min_bits=8,
+        )
+        inner = shard_evenly(weights.process_group, mixture.inner_size, mixture.size_field)
+        activation = arch.find_activation(config)
+        counts = mixture.num_experts, mixture.top_k
+        self.experts = Experts(
+            weights, f"{module}.experts", counts, size, inner, activation, mixture.matrices, mixture.load
+        )
+        self.shared: LlamaMLP | None = None
+        self.shared_gate: TensorParallelMultiAdapterLinear | None = None
+        if mixture.shared is not None and mixture.shared_size:
+            inside = replace(arch, names=ModuleNames(mlp=MLP_NAMES), inner_size=mixture.shared_size)
+            self.shared = LlamaMLP(f"{module}.{mixture.shared}", config, weights, inside)
+            if mixture.shared_gate is not None:
+                name = f"{module}.{mixture.shared_gate}"
+                self.shared_gate = TensorParallelMultiAdapterLinear(weights, [name], size, [unsharded(1)], bias=False)
+
+    def forward(self, x: torch.Tensor, ctx: PagedContext) -> torch.Tensor:
+        out: torch.Tensor = self.experts(x, self.route(self.router(x, ctx.adapter_data)), ctx.adapter_data)
+        if self.shared is None:
+            return out
+        shared: torch.Tensor = self.shared(x, ctx)
+        if self.shared_gate is not None:
+            shared = shared * torch.sigmoid(self.shared_gate(x, ctx.adapter_data))
+        return out + shared
+
+
 class FlashLlamaLayer(nn.Module):
     def __init__(
         self, layer_id: int, prefix: str, config: Any, weights: Weights, arch: Architecture | None = None
@@ -146,6 +206,8 @@ class FlashLlamaLayer(nn.Module):
         names = arch.names
         self.is_parallel = arch.is_parallel
         attention_class, mlp_class = arch.attention_class or FlashLlamaAttention, arch.mlp_class or LlamaMLP
+        if arch.mixture is not None and (arch.mixture.is_sparse is None or arch.mixture.is_sparse[layer_id]):
+            mlp_class = SparseMLP
         self.self_attn = attention_class(f"{prefix}.{names.attention}", config, weights, layer_id, arch)
         self.mlp = mlp_class(prefix, config, weights, arch)
         self.load_norms(names, partial(arch.load_norm, prefix, config=config, weights=weights))

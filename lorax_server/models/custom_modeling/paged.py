@@ -131,7 +131,8 @@ class PagedCausalLM(nn.Module):
 def load_embedding(weights: Weights, config: Any, name: str, head_name: str, size: int) -> TensorParallelEmbedding:
     """Load the token embedding. A checkpoint with tied weights may store only the head."""
     stored = name
-    if config.tie_word_embeddings and not weights.has(f"{name}.weight") and weights.has(f"{head_name}.weight"):
+    is_tied = getattr(config, "tie_word_embeddings", False)  # encoders may lack the field
+    if is_tied and not weights.has(f"{name}.weight") and weights.has(f"{head_name}.weight"):
         stored = head_name
     return TensorParallelEmbedding(weights, stored, config.vocab_size, size, target_name=name)
 
@@ -141,7 +142,7 @@ def load_head(
 ) -> MultiAdapterHead:
     """Load the LM head, or share the embedding's weight if the config ties them and the checkpoint has no head.
 
-    Like transformers, use the head in the checkpoint even if the config says that weights are tied.
+    Like transformers, use the head in the checkpoint even if weights are tied in the config.
     """
     name, target_name = find_head(weights, prefix), f"{prefix}lm_head"
     size, shard = embedding.weight.shape[1], shard_vocab(weights.process_group, config.vocab_size)

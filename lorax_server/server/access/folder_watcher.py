@@ -94,7 +94,7 @@ def find_adapters(folder: Path) -> FolderScan:
 
 
 def _find_skip_reason(entry: "os.DirEntry[str]", root: str) -> str | None:
-    """Return why requests cannot name a subfolder, or None if they can. The rules match `LocalSource`."""
+    """Return the reason why a subfolder is not listed, or None. The rules match `LocalSource`."""
     if not is_unambiguous_name(entry.name):
         return "names must not contain `%`, `\\` or unprintable characters, or start with `~`; rename the folder"
     if entry.is_symlink() and not Path(os.path.realpath(entry.path)).is_relative_to(root):

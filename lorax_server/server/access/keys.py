@@ -99,8 +99,8 @@ class Key(Permissions, frozen=True):
     def cache_salt(self, salt: str) -> str:
         """Return the prefix cache salt. Only callers that may share cached prompts get the same salt.
 
-        The salt is a JSON list, so that no combination of name, group and client salt can imitate another. Callers
-        without a key share the cache unless they send a salt.
+        The salt is a JSON list, so that different combinations of name, group and client salt never produce the same
+        salt. Callers without a key share the cache unless they send a salt.
         """
         if not self.name:
             return msgspec.json.encode([salt]).decode() if salt else ""
@@ -142,7 +142,7 @@ class KeyRing:
 
     @property
     def weights(self) -> dict[str, float]:
-        """Scheduling weights by key name."""
+        """A map from key name to scheduling weight."""
         return {key.name: key.weight for key in self._keys.values()}
 
     def identify(self, authorization: str | None) -> Key:
@@ -224,7 +224,7 @@ def _read_keys_file(path: Path) -> list[tuple[bytes, Key]]:
 
 
 def _parse_keys_file(path: Path) -> dict[str, Any]:
-    """Return the content of a keys file. Errors give only the position, because parser messages may quote secrets."""
+    """Return the content of a keys file. Errors contain only a position, because parser messages may quote secrets."""
     parsers = {".toml": lambda content: tomllib.loads(content.decode()), ".json": parse_json}
     parse = parsers.get(path.suffix.lower())
     if parse is None:

@@ -36,7 +36,7 @@ HUB_NAME_PATTERN = re.compile(r"[\w.-]+/[\w.-]+(@.+)?", re.ASCII)
 
 
 def list_base_names(model_id: str, served_names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names that `/v1/models` lists for the base model. A path is listed as the name of its last part."""
+    """Return the names that `/v1/models` lists for the base model. A path is listed by its last component."""
     path = Path(model_id).expanduser()
     own_name = path.absolute().name.removesuffix(".gguf") if path.exists() else model_id
     return tuple(dict.fromkeys(served_names)) or (own_name or model_id,)
@@ -130,7 +130,7 @@ class ModelNames:
 
     @property
     def aliases(self) -> Mapping[str, AdapterKey]:
-        """Adapters by alias, without folder names."""
+        """A map from alias to adapter, without folder names."""
         return self._aliases
 
     def add_alias(self, alias: str, source: str, name: str) -> None:
@@ -206,7 +206,7 @@ class ModelNames:
         )
 
     def select_adapter(self, name: str, source: str | None, token: str | None = None) -> ModelSelection:
-        """Return the selection for an adapter name. Unlike in `select_model`, the name cannot mean the base model."""
+        """Return the selection for an adapter name. Unlike `select_model`, never return the base model."""
         named = self._find_listed(name) if source is None else None
         if named is None:
             is_path, name = name.startswith("/"), self._normalize_name(name, source)
@@ -220,7 +220,7 @@ class ModelNames:
         return ModelSelection((AdapterRef(*named, token),), None, name, (named,), source and named.source)
 
     def is_base_alias(self, name: str) -> bool:
-        """Return True if a name in an adapter's config means this base model, ignoring folders, owners and case."""
+        """Return True if a name in an adapter's config refers to this base model. Ignore folders, owners and case."""
         return _last_part(name) in {_last_part(base) for base in self.base_names}
 
     def may_use(self, key: Key, alias: str, named: AdapterKey) -> bool:

@@ -1,6 +1,6 @@
 """Rate limits: concurrent completions in total and per key; requests, tokens and new adapters per minute and key.
 
-Requests above a limit are rejected with a retry time. Each rate is a token bucket that holds the limit for one
+Requests above a limit are rejected with a retry time. Each rate is a token bucket whose capacity is the limit for one
 minute. Tokens are charged when a request finishes, so a key can be in debt. The new-adapter limit does not apply to
 known adapters.
 """

@@ -49,6 +49,10 @@ FIELD_NAMES_BY_PATH = {
     "/v1/responses": RESPONSE_FIELDS,
     "/v1/chat/completions": CHAT_FIELDS,
     "/v1/completions": COMPLETION_FIELDS,
+    "/v1/embeddings": {"inputs": "input"},
+    "/v1/classify": {"inputs": "input"},
+    "/v1/rerank": {"inputs": "documents"},
+    "/v1/score": {"inputs": "text_2"},
 }
 FIELD_PATTERN = re.compile(r"`(\w+)`")
 PARAM_PATTERN = re.compile(r"`([\w.\[\]]+)`")  # the first field in an error message is the invalid field

@@ -1,4 +1,4 @@
-"""Validates the `Host` header, which prevents DNS rebinding.
+"""Validates the `Host` header, to prevent DNS rebinding.
 
 A web page can point its domain to 127.0.0.1, so that the browser treats this server as same-origin. The `Host` header
 of such a request still contains the page's domain.

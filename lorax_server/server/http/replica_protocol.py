@@ -1,4 +1,4 @@
-"""The protocol between a Ray deployment and the servers of its replicas.
+"""The protocol between a Ray deployment and its replica servers.
 
 All processes of a deployment share one random secret. A replica's server rejects requests without it, and trusts the
 client address in `CLIENT_HEADER` because only the ingress can have sent it.

@@ -1,6 +1,7 @@
 """uvicorn server with header, connection and time limits, and graceful shutdown.
 
-This is the only module that uses uvicorn and httptools internals; pyproject.toml pins the uvicorn version for it.
+This is the only module that uses uvicorn and httptools internals; pyproject.toml pins the uvicorn version for this
+reason.
 
 Every connection has a timeout at all times: for request headers or for the next request (keep-alive). While a request
 runs, the timeouts of the middleware and the route apply. The kernel closes connections whose client stops reading.

@@ -96,7 +96,7 @@ def _add_vllm_routes(router: APIRouter, service: Service) -> None:
 
 
 async def load_adapter(service: Service, key: Key, choice: ModelSelection, pin: bool | None) -> str:
-    """Resolve a name without the cache, load the adapter and return its identity.
+    """Resolve a name, bypassing the cache, load the adapter and return its identity.
 
     Older versions that the name resolved to are unloaded.
     """

@@ -33,7 +33,7 @@ def make_router(service: Service) -> APIRouter:
 
     @router.post("/v1/completions", operation_id="complete", response_model=CompletionResponse, responses=openai.ERRORS)
     async def completions(request: Request, body: CompletionRequest) -> Response:
-        """Complete one or more prompts. With `stream`, the events are chunks in the same format and then `[DONE]`."""
+        """Complete one or more prompts. With `stream`, the events are chunks in this format, then `[DONE]`."""
         return await RequestContext(service, request).run(lambda context: _complete(context, body))
 
     return router
@@ -90,7 +90,7 @@ def _to_options(
 async def _locate_prompt(
     service: Service, body: CompletionRequest, tokenizer: TextTokenizer, prompt: Prompt
 ) -> tuple[str, list[int]]:
-    """For `echo`, return the prompt text, and with `logprobs` the character offsets of its tokens."""
+    """For `echo`, return the prompt text and, with `logprobs`, the character offset of each prompt token."""
     if not body.echo:
         return "", []
     tokenizers = service.tokenizers
@@ -132,7 +132,7 @@ class _TextCompletion:
         return [self.write(index, token_events, is_first)]
 
     def _write_logprobs(self, token_events: list[TokenEvent], is_first: bool, length: int) -> dict[str, Any]:
-        """Return OpenAI's `logprobs` object. Offsets are at most `length`, because stop strings may be cut off."""
+        """Return OpenAI's `logprobs` object. Offsets are at most `length`, because stop strings may be removed."""
         tokens: list[tuple[int, int, float | None, Alternatives | None]] = []
         if is_first and self.body.echo:  # the first prompt token has no log probability
             completion, ids = self.generation.completion, self.generation.request.prompt_ids

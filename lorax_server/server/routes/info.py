@@ -13,7 +13,7 @@ from fastapi import APIRouter, HTTPException, Request
 from starlette.responses import Response
 
 from lorax_server import __version__
-from lorax_server.errors import InputError, LoraxError, NotSupportedError
+from lorax_server.errors import InputError, LoraxError
 from lorax_server.server.access.keys import Key
 from lorax_server.server.access.model_names import AdapterKey, make_unknown_model_error, with_suggestions
 from lorax_server.server.adapter_listing import select_names
@@ -43,12 +43,6 @@ PROBE_VALID_S = 5.0  # a successful probe is cached, so that callers without a k
 STATUS_TIMEOUT_S = 2.0  # a slow engine must not block the other metrics
 METHODS = ["GET", "POST", "DELETE", "PUT", "PATCH"]
 NOT_STORED = "responses are not stored and cannot be retrieved; use POST /v1/responses to create one"
-UNSUPPORTED_FEATURES = {
-    "/embed": "embeddings are",
-    "/v1/embeddings": "embeddings are",
-    "/classify": "classification is",
-    "/classify_batch": "classification is",
-}
 
 
 def make_router(service: Service) -> APIRouter:
@@ -89,11 +83,6 @@ def make_router(service: Service) -> APIRouter:
                 return json_response(described)
         raise await with_suggestions(make_unknown_model_error(model), model, None, names, key)
 
-    def reject_unsupported_route(request: Request) -> Response:
-        raise NotSupportedError(f"{UNSUPPORTED_FEATURES[request.url.path]} not supported yet")
-
-    for path in UNSUPPORTED_FEATURES:
-        router.post(path, include_in_schema=False)(reject_unsupported_route)
     router.api_route("/v1/responses/{rest:path}", methods=METHODS, include_in_schema=False)(_reject_stored_responses)
     return router
 
@@ -172,7 +161,7 @@ def _add_tokenizer(router: APIRouter, service: Service) -> None:
 
     @router.post("/detokenize", operation_id="detokenize", response_model=DetokenizeResponse, **common)
     async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
-        """Convert token ids to text."""
+        """Convert token IDs to text."""
         key: Key = request.state.key
         tokenizer, skip_special = service.tokenizers.base, body.skip_special_tokens is not False
         with service.rate_limits.acquire(key):

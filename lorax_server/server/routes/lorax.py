@@ -25,6 +25,7 @@ from lorax_server.server.schemas.lorax import (
     GenerateResponse,
     MergedAdapters,
 )
+from lorax_server.server.schemas.pooling import PoolingParameters
 from lorax_server.server.schemas.unsupported_fields import GENERATE, reject_misplaced
 from lorax_server.server.service import Service
 from lorax_server.structured_output import request_formats
@@ -173,7 +174,7 @@ def _prefill(generation: RemoteGeneration) -> list[dict[str, Any]]:
 # --- Parameters: the checks, their order and their messages match LoRAX -----------------------------------------------
 
 
-def choose_adapter(parameters: GenerateParameters, names: ModelNames) -> ModelSelection:
+def choose_adapter(parameters: GenerateParameters | PoolingParameters, names: ModelNames) -> ModelSelection:
     merged, token = parameters.merged_adapters, parameters.api_token or None
     check(
         parameters.adapter_id is None or merged is None,
@@ -308,7 +309,7 @@ def _is_penalty(value: float) -> bool:
 def _uses_sampling(parameters: GenerateParameters, any_temperature: bool = False) -> bool:
     """Return True if the parameters enable sampling, according to LoRAX's rules.
 
-    With `any_temperature`, values without effect count too, such as a temperature of 1. LoRAX does this for `best_of`.
+    With `any_temperature`, values without effect also count, such as a temperature of 1. LoRAX does this for `best_of`.
     """
     temperature = parameters.temperature
     by_temperature = temperature is not None and (any_temperature or temperature not in (0, 1))

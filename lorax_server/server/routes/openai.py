@@ -28,6 +28,7 @@ from lorax_server.server.http.sse import DONE_EVENT, EventStream, encode_event, 
 from lorax_server.server.request_context import RequestContext, RequestOptions
 from lorax_server.server.routes.lorax import choose_merged
 from lorax_server.server.schemas.openai import CommonRequest, OpenAIErrorResponse
+from lorax_server.server.schemas.pooling import PooledRequest
 from lorax_server.server.service import Service
 from lorax_server.structured_output import request_formats
 from lorax_server.types import MAX_SEED, FinishReason, SamplingParams, StopParams, Structure
@@ -40,7 +41,7 @@ FINGERPRINT = f"lorax-{__version__}"
 # --- Adapters ---------------------------------------------------------------------------------------------------------
 
 
-def record_model(context: RequestContext, body: CommonRequest) -> None:
+def record_model(context: RequestContext, body: CommonRequest | PooledRequest) -> None:
     """Record the requested adapter, so that metrics also count rejected requests for it.
 
     Errors are raised later by `resolve`, after the request is admitted.
@@ -49,7 +50,7 @@ def record_model(context: RequestContext, body: CommonRequest) -> None:
         context.record_model(_select_model(body, context.service.model_names))
 
 
-async def resolve(context: RequestContext, body: CommonRequest) -> ResolvedModel:
+async def resolve(context: RequestContext, body: CommonRequest | PooledRequest) -> ResolvedModel:
     """Return the requested model. Call this after the request is admitted."""
     names = context.service.model_names
     try:
@@ -62,7 +63,7 @@ async def resolve(context: RequestContext, body: CommonRequest) -> ResolvedModel
     return await context.resolve(selection)
 
 
-def _select_model(body: CommonRequest, names: ModelNames) -> ModelSelection:
+def _select_model(body: CommonRequest | PooledRequest, names: ModelNames) -> ModelSelection:
     """Return the model selected by `model`, or by `adapter_id` or `merged_adapters` if `model` names no adapter."""
     model, token = names.strip_base_name(body.model or ""), body.api_token or None
     if body.merged_adapters is not None:

@@ -67,7 +67,7 @@ def make_control_app(service: Service) -> Starlette:
 
 
 async def _list_names(service: Service) -> dict[str, list[str]]:
-    """Return adapter names and aliases by tier."""
+    """Return adapter names and aliases, keyed by tier."""
     seen, listed = service.adapter_index, dict[str, list[str]]()
     aliases: dict[Any, list[str]] = {}
     for alias, named in service.model_names.aliases.items():
@@ -98,9 +98,9 @@ class PendingLoad(NamedTuple):
 class ChangeReplicator:
     """Applies adapter changes one at a time, in the registry's order. Adapters load in the background.
 
-    A server also re-applies the changes that it processed itself. Otherwise, after two concurrent changes, each
-    replica would keep a different state. Applying a change twice is harmless. The server does not resolve an adapter
-    that it has just loaded, because only the admin's request contained the token for the source.
+    A server also re-applies the changes that it processed itself. Otherwise, replicas could have different states after
+    two concurrent changes. Applying a change twice is harmless. The server does not resolve an adapter that it has just
+    loaded, because only the admin's request contained the token for the source.
     """
 
     def __init__(self, service: Service) -> None:

@@ -91,7 +91,7 @@ class CommonOptions(OpenSchema):
 
 
 class GenerateParameters(CommonOptions):
-    """Generation options. null is the same as leaving a field out."""
+    """Generation options. A null value is the same as an omitted field."""
 
     model_config = ConfigDict(json_schema_extra=describing_unsupported(GENERATE))
 

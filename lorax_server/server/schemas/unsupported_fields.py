@@ -22,6 +22,7 @@ from lorax_server.errors import InputError, NotSupportedError
 GENERATE, CHAT, COMPLETIONS, RESPONSES = "generate", "chat", "completions", "responses"
 OPENAI = (CHAT, COMPLETIONS, RESPONSES)
 ALL_ROUTES = (GENERATE, *OPENAI)
+POOLING = "pooling"  # all routes for embeddings, classification and scores
 
 
 class UnsupportedField(NamedTuple):
@@ -123,16 +124,22 @@ UNSUPPORTED_FIELDS = (
     UnsupportedField("skip_special_tokens", ALL_ROUTES, "vLLM, SGLang", neutral_values=(True,)),
     UnsupportedField("spaces_between_special_tokens", ALL_ROUTES, "vLLM", neutral_values=(True,)),
     UnsupportedField("prompt_logprobs", ALL_ROUTES, "vLLM", zero_is_set=True),
-    UnsupportedField("lora_path", ALL_ROUTES, "SGLang", "adapter_id"),
-    UnsupportedField("lora", ALL_ROUTES, "llama.cpp", "adapter_id"),
+    UnsupportedField("lora_path", (*ALL_ROUTES, POOLING), "SGLang", "adapter_id"),
+    UnsupportedField("lora", (*ALL_ROUTES, POOLING), "llama.cpp", "adapter_id"),
+    UnsupportedField("input_type", (POOLING,), "Cohere", "prompt_name"),
+    UnsupportedField("task", (POOLING,), "Jina", "prompt_name"),
+    UnsupportedField("truncate_prompt_tokens", (POOLING,), "vLLM", "truncate", neutral_values=(-1,)),
+    UnsupportedField("normalize", (POOLING,), "TEI", neutral_values=(True,)),
+    *_unsupported("TEI", (POOLING,), "raw_scores"),
 )
 FIELDS_BY_ROUTE = {
-    route: {field.name: field for field in UNSUPPORTED_FIELDS if route in field.routes} for route in ALL_ROUTES
+    route: {field.name: field for field in UNSUPPORTED_FIELDS if route in field.routes}
+    for route in (*ALL_ROUTES, POOLING)
 }
 
 
 def reject_unsupported(route: str, unknown: Mapping[str, Any] | None, fields: Mapping[str, Any]) -> list[str]:
-    """Raise for the first unknown field that is unsupported and set. Return the unknown fields of no dialect."""
+    """Raise for the first unknown field that is unsupported and set. Return unknown fields that no dialect defines."""
     ignored = []
     for name, value in (unknown or {}).items():
         field = FIELDS_BY_ROUTE[route].get(name)
@@ -144,7 +151,7 @@ def reject_unsupported(route: str, unknown: Mapping[str, Any] | None, fields: Ma
 
 
 def reject_misplaced(unknown: Mapping[str, Any] | None, parameters: Container[str]) -> None:
-    """Raise if a field of `parameters` is at the top level of the body instead."""
+    """Raise if a field that belongs in `parameters` is at the top level of the body."""
     for name, value in (unknown or {}).items():
         field = FIELDS_BY_ROUTE[GENERATE].get(name)
         if field.is_set(value, {}) if field is not None else name in parameters and bool(value):

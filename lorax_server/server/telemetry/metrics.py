@@ -162,7 +162,7 @@ class Metrics:
 
 
 class _AdapterMetrics:
-    """Usage metrics by adapter and by key. Failed requests count with their tokens and times until the failure."""
+    """Usage metrics by adapter and by key. Failed requests are included, with tokens and times until the failure."""
 
     def __init__(self, registry: CollectorRegistry, max_labels: int) -> None:
         self._max_labels = max_labels
@@ -331,7 +331,7 @@ ENGINE_GAUGES = (
 
 
 class EngineMetrics(Collector):
-    """Exports the engine status. An engine restart resets the counters, which Prometheus's functions expect."""
+    """Exports the engine status. An engine restart resets the counters; Prometheus functions handle such resets."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._is_healthy = False

@@ -1,7 +1,8 @@
 """OpenTelemetry traces of finished requests, exported with OTLP over HTTP (usually port 4318).
 
 LoRAX uses OTLP over gRPC (port 4317); most collectors accept both. Use `OTEL_*` variables for headers, certificates and
-sampling. Export runs on a thread with a bounded queue, so a slow or unreachable collector only loses spans.
+sampling. Export runs on a thread with a bounded queue, so a slow or unreachable collector never delays requests; spans
+are dropped instead.
 """
 
 import logging

@@ -78,8 +78,8 @@ class MessageWriter:
 def normalize_tool_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages with tool calls and results in the form that chat templates expect.
 
-    Arguments are parsed to objects, because templates serialize them. Tool results get the name of their function,
-    which many clients omit.
+    Arguments are parsed to objects, because templates serialize them. The function name, which many clients omit, is
+    added to tool results.
     """
     names: dict[str, str] = {}
     normalized_messages = []

@@ -9,7 +9,7 @@ from typing import Any
 
 from lorax_server.errors import InputError, NotSupportedError
 from lorax_server.server.checks import check
-from lorax_server.text.tools.grammar import OPTIONS, FunctionSchema
+from lorax_server.text.tools.grammar import OPTIONS_KEY, FunctionSchema
 
 NAME_PATTERN = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
@@ -65,7 +65,7 @@ def _parse_function(index: int, tool: Mapping[str, Any]) -> FunctionSchema:
     check(parameters is None or isinstance(parameters, Mapping), f"{where}: `parameters` must be a JSON Schema object")
     check(strict is None or isinstance(strict, bool), f"{where}: `strict` must be true or false")
     schema = dict(parameters or NO_PARAMETERS)
-    check(OPTIONS not in schema, f"{where}: `parameters` has `{OPTIONS}`, which is not a JSON Schema keyword")
+    check(OPTIONS_KEY not in schema, f"{where}: `parameters` has `{OPTIONS_KEY}`, which is not a JSON Schema keyword")
     check(schema.get("type", "object") == "object", f"{where}: `parameters` must describe an object")
     _check_properties(where, schema)
     try:

@@ -14,11 +14,11 @@ from lorax_server.text.tools.references import DEFINITIONS
 ANY_TEXT = r"(.|\n)*"
 OPTIONAL_WHITESPACE = r"[ \n]*"
 OBJECT_START = rf'(\[{OPTIONAL_WHITESPACE})?\{{{OPTIONAL_WHITESPACE}"(name|type)"'  # how a call in plain JSON starts
-OPTIONS = "x-guidance"  # llguidance's options keyword
+OPTIONS_KEY = "x-guidance"  # llguidance's options keyword
 WHITESPACE = " "  # optional between JSON tokens; models may pad arrays with any whitespace that the grammar allows
 
 MAX_GRAMMAR_CHARACTERS = 2**18
-KEYWORDS = frozenset({"type", "properties", "required", "additionalProperties", *DEFINITIONS, OPTIONS})
+KEYWORDS = frozenset({"type", "properties", "required", "additionalProperties", *DEFINITIONS, OPTIONS_KEY})
 ANNOTATIONS = frozenset({"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"})
 
 FindTokenId = Callable[[str], int | None]
@@ -62,7 +62,7 @@ class CallGrammar(NamedTuple):
 
     @property
     def is_strict(self) -> bool:
-        return "lenient" not in self.schema[OPTIONS]
+        return "lenient" not in self.schema[OPTIONS_KEY]
 
 
 class CallRules(NamedTuple):
@@ -74,7 +74,7 @@ class CallRules(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call of a function."""
+    """A function call."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -190,7 +190,7 @@ def _write_grammar(
     calls = []
     for index, function in enumerate(functions):
         options = {"whitespace_pattern": WHITESPACE} | ({} if function.is_strict else {"lenient": True})
-        calls.append(CallGrammar(function.name, f"arguments_{index}", {**function.parameters, OPTIONS: options}))
+        calls.append(CallGrammar(function.name, f"arguments_{index}", {**function.parameters, OPTIONS_KEY: options}))
     rules = tool_format.write_rules(CallRules(calls, is_parallel, markers))
     arguments = (f"{call.rule}: %json {json.dumps(call.schema)}\n" for call in calls if tool_format.has_json_arguments)
     lines, num_characters = list[str](), 0

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from lorax_server.errors import InputError
 from lorax_server.text.tools.grammar import (
-    OPTIONS,
+    OPTIONS_KEY,
     Call,
     CallGrammar,
     CallRules,
@@ -121,7 +121,7 @@ def _write_keywords(rule: str, call: CallGrammar) -> Iterator[str]:
     for index, (name, schema) in enumerate(properties.items()):
         if not name.isidentifier() or keyword.iskeyword(name):
             raise InputError(f"`tools`: {call.name!r} has a parameter {name[:64]!r}, which is not a Python identifier")
-        suffix, value = f"{index}_{index + 1}", {**definitions.complete(schema), OPTIONS: call.schema[OPTIONS]}
+        suffix, value = f"{index}_{index + 1}", {**definitions.complete(schema), OPTIONS_KEY: call.schema[OPTIONS_KEY]}
         yield f"{rule}_first_{suffix}: {to_lark_string(name + '=')} %json {json.dumps(value)}\n"
         yield f'{rule}_more_{suffix}: (", " {rule}_first_{suffix}){"?" if optional[index] else ""}\n'
     count = len(optional)

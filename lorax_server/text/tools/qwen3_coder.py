@@ -11,7 +11,7 @@ from typing import Any
 from lorax_server.errors import InputError
 from lorax_server.text.tools.grammar import (
     ANY_TEXT,
-    OPTIONS,
+    OPTIONS_KEY,
     Call,
     CallGrammar,
     CallRules,
@@ -31,8 +31,8 @@ FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 MAX_HEAD_CHARACTERS = 512  # up to the end of the function name
 MAX_PARSE_ATTEMPTS = 16  # at end tags within one call; values may contain end tags
-NAME = re.compile(r"[^<>\n]{1,256}")
-TAG = re.compile(rf"\s*(?:{PARAMETER}({NAME.pattern})>|({FUNCTION_END}))")
+NAME_PATTERN = re.compile(r"[^<>\n]{1,256}")
+TAG_PATTERN = re.compile(rf"\s*(?:{PARAMETER}({NAME_PATTERN.pattern})>|({FUNCTION_END}))")
 JSON_VALUE = re.compile(rf'((?:[^"<]++|"(?:[^"\\]++|\\.)*+")*+){PARAMETER_END}', re.DOTALL)
 TEXT_VALUE = re.compile(rf"(.*?){PARAMETER_END}", re.DOTALL)
 
@@ -41,7 +41,7 @@ class Qwen3CoderToolCallParser(ToolCallParser):
     """Parses one call. Accepts calls without `<tool_call>` or `</tool_call>`."""
 
     def __init__(self, tools: ToolSet, finders: dict[int, JsonTypeFinder]) -> None:
-        """`finders` maps schema ids to type finders, and is shared by all parsers of one format."""
+        """Create a parser. `finders` maps schema IDs to type finders, and is shared by all parsers for one format."""
         super().__init__(TOOL_CALL_END)
         self._tools = tools
         self._finders = finders
@@ -61,7 +61,7 @@ class Qwen3CoderToolCallParser(ToolCallParser):
         name = head.removeprefix(FUNCTION)
         if character == ">" and name[:-1].strip() in self._tools.names:
             self._function = name[:-1].strip()
-        elif len(self.pending) > MAX_HEAD_CHARACTERS or not (FUNCTION.startswith(head) or NAME.fullmatch(name)):
+        elif len(self.pending) > MAX_HEAD_CHARACTERS or not (FUNCTION.startswith(head) or NAME_PATTERN.fullmatch(name)):
             raise MalformedCallError
         return 1
 
@@ -89,11 +89,11 @@ class Qwen3CoderToolCallParser(ToolCallParser):
             raise MalformedCallError
 
     def _parse(self, body: str) -> dict[str, str] | None:
-        """Return each argument's JSON text by name, or None if the end tag is part of a value."""
+        """Return a map from argument name to JSON text, or None if the end tag is part of a value."""
         schema = self._tools.schemas[self._function]
         finder = self._finders.setdefault(id(schema), JsonTypeFinder(schema))
         arguments: dict[str, str] = {}
-        tag = TAG.match(body)
+        tag = TAG_PATTERN.match(body)
         while tag is not None and not tag[2]:
             key = tag[1].strip()
             types = finder.find(schema.get("properties", {}).get(key))
@@ -105,7 +105,7 @@ class Qwen3CoderToolCallParser(ToolCallParser):
                 raise MalformedCallError
             text = value[1].strip() if is_json else value[1].removeprefix("\n").removesuffix("\n")
             arguments[key] = to_json(text, types, is_json)
-            tag = TAG.match(body, value.end())
+            tag = TAG_PATTERN.match(body, value.end())
         if tag is None:
             raise MalformedCallError
         return arguments
@@ -162,7 +162,7 @@ def _write_parameters(rule: str, call: CallGrammar) -> Iterator[str]:
         raise InputError(f"`tools`: {call.name!r} requires {min(unknown)[:64]!r}, which is not in its `properties`")
     finder, definitions, names = JsonTypeFinder(call.schema), Definitions(call.schema), []
     for index, (name, schema) in enumerate(properties.items()):
-        if NAME.fullmatch(name) is None or name != name.strip():
+        if NAME_PATTERN.fullmatch(name) is None or name != name.strip():
             raise InputError(f"`tools`: {call.name!r} has a parameter {name[:64]!r}, which cannot be written as a tag")
         given = f"{rule}_given_{index}"
         names.append(given if name in required else f"{given}?")
@@ -178,7 +178,7 @@ def _write_value(
     """Write the rule for a value and its closing tag."""
     types = finder.find(schema)
     if not is_text(types):
-        value = {**definitions.complete(schema), OPTIONS: call.schema[OPTIONS]}
+        value = {**definitions.complete(schema), OPTIONS_KEY: call.schema[OPTIONS_KEY]}
         return f"{rule}: %json {json.dumps(value)} {to_lark_string(chr(10) + PARAMETER_END)}\n"
     found = finder.find_text_schema(schema)
     if call.is_strict and found.unknown:

@@ -16,20 +16,20 @@ ADAPTER = {
     "tokenizer.json": b'{"version": "1.0"}',
     "chat_template.jinja": b"{{ messages }}",
 }
-OTHERS = {"README.md": b"read me", "adapter_model.bin": b"a pickle", "optimizer.pt": b"x" * 1000}
+UNRELATED_FILES = {"README.md": b"read me", "adapter_model.bin": b"a pickle", "optimizer.pt": b"x" * 1000}
 
 
 def accept(config: Mapping[str, Any], base_model_type: Callable[[str], str | None]) -> None:
     pass
 
 
-def front(source: Source, **options: Any) -> AdapterSources:
+def make_sources(source: Source, **options: Any) -> AdapterSources:
     return AdapterSources({source.kind: source}, **{"max_bytes": 2**30} | options)
 
 
 def fetch(source: Source, name: str, token: str | None = None) -> FetchedAdapter:
     """Fetch with new `AdapterSources`, without cached authorizations."""
-    return front(source).fetch(source.kind, name, token, accept)
+    return make_sources(source).fetch(source.kind, name, token, accept)
 
 
 def check_contents(fetched: FetchedAdapter, files: Mapping[str, bytes] = ADAPTER) -> None:

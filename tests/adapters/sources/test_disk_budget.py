@@ -58,14 +58,14 @@ def clock() -> Clock:
     return Clock()
 
 
-def place(name: str) -> str:
+def hash_folder_name(name: str) -> str:
     return hashlib.sha256(name.encode()).hexdigest()
 
 
-def put(root: Path, name: str, used_at: float, num_bytes: int = MB, file: str = WEIGHTS) -> Path:
+def write_version(root: Path, name: str, used_at: float, num_bytes: int = MB, file: str = WEIGHTS) -> Path:
     """Write a version in the cache layout."""
-    folder = root / place(name) / "snapshots" / "version"
-    blob = root / place(name) / "blobs" / file
+    folder = root / hash_folder_name(name) / "snapshots" / "version"
+    blob = root / hash_folder_name(name) / "blobs" / file
     blob.parent.mkdir(parents=True, exist_ok=True)
     blob.write_bytes(b"")
     os.truncate(blob, num_bytes)
@@ -78,7 +78,7 @@ def put(root: Path, name: str, used_at: float, num_bytes: int = MB, file: str = 
 
 
 def blob_of(root: Path, name: str, suffix: str = "") -> Path:
-    return root / place(name) / "blobs" / f"{WEIGHTS}{suffix}"
+    return root / hash_folder_name(name) / "blobs" / f"{WEIGHTS}{suffix}"
 
 
 @pytest.fixture
@@ -92,8 +92,8 @@ def make_budget(tmp_path: Path, clock: Clock, max_bytes: int | None = 5 * MB) ->
     return budget
 
 
-def names_left(root: Path, *names: str) -> list[str]:
-    return [name for name in names if (root / place(name)).exists()]
+def remaining_files(root: Path, *names: str) -> list[str]:
+    return [name for name in names if (root / hash_folder_name(name)).exists()]
 
 
 # --- eviction
@@ -101,44 +101,44 @@ def names_left(root: Path, *names: str) -> list[str]:
 
 def test_least_recently_used_is_evicted_first(tmp_path: Path, root: Path, clock: Clock) -> None:
     for index, name in enumerate("cabd"):
-        put(root, name, 1000.0 + index)
+        write_version(root, name, 1000.0 + index)
     with make_budget(tmp_path, clock).reserve_space("adapter", 2 * MB):
         # Evict down to 90 %, including the two new versions.
-        assert names_left(root, *"abcd") == ["b", "d"]
+        assert remaining_files(root, *"abcd") == ["b", "d"]
 
 
 def test_no_eviction_below_limit(tmp_path: Path, root: Path, clock: Clock) -> None:
     for name in "abc":
-        put(root, name, 1000.0)
+        write_version(root, name, 1000.0)
     with make_budget(tmp_path, clock).reserve_space("adapter", 2 * MB):
-        assert names_left(root, *"abc") == ["a", "b", "c"]
+        assert remaining_files(root, *"abc") == ["a", "b", "c"]
 
 
 def test_recently_used_version_is_kept(tmp_path: Path, root: Path, clock: Clock) -> None:
     for index, name in enumerate("abcd"):
-        put(root, name, 1000.0 + index)
-    mark = mark_path(root / place("a") / "snapshots" / "version")
+        write_version(root, name, 1000.0 + index)
+    mark = mark_path(root / hash_folder_name("a") / "snapshots" / "version")
     os.utime(mark, (clock.now - 1, clock.now - 1))
     with make_budget(tmp_path, clock).reserve_space("adapter", 3 * MB):
-        assert names_left(root, *"abcd") == ["a"]
+        assert remaining_files(root, *"abcd") == ["a"]
 
 
 def test_last_use_in_the_future_does_not_prevent_eviction(tmp_path: Path, root: Path, clock: Clock) -> None:
-    put(root, "a", clock.now + 10**6, 4 * MB)
+    write_version(root, "a", clock.now + 10**6, 4 * MB)
     with make_budget(tmp_path, clock).reserve_space("adapter", 3 * MB):
-        assert names_left(root, "a") == []
+        assert remaining_files(root, "a") == []
 
 
 def test_version_locked_by_another_process_is_kept(tmp_path: Path, root: Path, clock: Clock) -> None:
-    put(root, "a", 1000.0, 4 * MB)
+    write_version(root, "a", 1000.0, 4 * MB)
     room = make_budget(tmp_path, clock).reserve_space("adapter", 3 * MB)
     with FileLock(blob_of(root, "a", ".lock")), pytest.raises(SourceError, match="other adapters are in use"), room:
         pass
-    assert names_left(root, "a") == ["a"]
+    assert remaining_files(root, "a") == ["a"]
 
 
 def test_error_if_all_versions_are_in_use(tmp_path: Path, root: Path, clock: Clock) -> None:
-    put(root, "a", clock.now - 1, 4 * MB)
+    write_version(root, "a", clock.now - 1, 4 * MB)
     budget = make_budget(tmp_path, clock)
     with (
         pytest.raises(
@@ -152,10 +152,10 @@ def test_error_if_all_versions_are_in_use(tmp_path: Path, root: Path, clock: Clo
         pass
     clock.now += LATER
     with budget.reserve_space("adapter 'x'", 2 * MB):
-        assert names_left(root, "a") == []
+        assert remaining_files(root, "a") == []
 
 
-def test_adapter_larger_than_budget_names_flag(tmp_path: Path, root: Path, clock: Clock) -> None:
+def test_error_for_adapter_larger_than_budget_names_flag(tmp_path: Path, root: Path, clock: Clock) -> None:
     room = make_budget(tmp_path, clock).reserve_space("adapter 'x'", 6 * MB)
     with pytest.raises(AdapterError, match="raise --adapter-disk-bytes") as caught, room:
         pass
@@ -166,26 +166,26 @@ def test_adapter_larger_than_budget_names_flag(tmp_path: Path, root: Path, clock
 def test_oversized_download_evicts_nothing(tmp_path: Path, root: Path, clock: Clock, reason: str) -> None:
     """Evict no version for an adapter that cannot fit, because one request could empty the cache."""
     for index, name in enumerate("abc"):
-        put(root, name, 1000.0 + index)
-    put(root, "used", clock.now - 1 if reason == "others are in use" else 1000.0, 2 * MB)
+        write_version(root, name, 1000.0 + index)
+    write_version(root, "used", clock.now - 1 if reason == "others are in use" else 1000.0, 2 * MB)
     num_bytes = 6 * MB if reason == "larger than the budget" else 4 * MB
     with pytest.raises(AdapterError), make_budget(tmp_path, clock).reserve_space("adapter 'x'", num_bytes):
         pass
-    assert names_left(root, "a", "b", "c", "used") == ["a", "b", "c", "used"]
+    assert remaining_files(root, "a", "b", "c", "used") == ["a", "b", "c", "used"]
 
 
 @pytest.mark.parametrize(("timeout_s", "in_use_s"), [(120.0, MIN_IN_USE_S), (900.0, 960.0), (float("inf"), 86400.0)])
-def test_version_is_kept_for_adapter_timeout(
+def test_version_is_not_evicted_within_adapter_timeout(
     tmp_path: Path, root: Path, clock: Clock, timeout_s: float, in_use_s: float
 ) -> None:
     budget = DiskBudget(tmp_path, 5 * MB, in_use_s=compute_in_use_s(timeout_s), now=clock)
     budget.add_cache(root)
-    put(root, "a", clock.now - in_use_s + 1, 4 * MB)
+    write_version(root, "a", clock.now - in_use_s + 1, 4 * MB)
     with pytest.raises(SourceError), budget.reserve_space("adapter", 2 * MB):
         pass
     clock.now += 1
     with budget.reserve_space("adapter", 2 * MB):
-        assert names_left(root, "a") == []
+        assert remaining_files(root, "a") == []
 
 
 def test_adapter_timeout_is_passed_to_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_partial_files_count_towards_budget(tmp_path: Path, root: Path, clock: C
     path = blob_of(root, "a")
 
     def break_off() -> None:
-        put(root, "a", clock.now, 2 * MB, file=f"{WEIGHTS}.part")
+        write_version(root, "a", clock.now, 2 * MB, file=f"{WEIGHTS}.part")
         os.utime(blob_of(root, "a", ".part"), (clock.now, clock.now))
         raise OSError("broke")
 
@@ -251,8 +251,8 @@ def test_partial_download_is_not_counted_twice(
     second = blob_of(root, "a")
     first = second.with_name("config")
     with budget.reserve_space("one", 3 * MB, [first, second]):
-        put(root, "a", clock.now, MB, "config")
-        put(root, "a", clock.now, MB, f"{WEIGHTS}.part")
+        write_version(root, "a", clock.now, MB, "config")
+        write_version(root, "a", clock.now, MB, f"{WEIGHTS}.part")
         os.utime(blob_of(root, "a", ".part"), (clock.now, clock.now))
         free -= 2 * MB
         clock.now += 61
@@ -271,7 +271,7 @@ def test_running_downloads_count_towards_budget(tmp_path: Path, root: Path, cloc
         raise OSError("broke")
 
 
-def test_caches_are_not_measured_for_each_download(
+def test_cache_size_is_not_measured_for_each_download(
     tmp_path: Path, root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[DiskBudget] = []
@@ -288,9 +288,9 @@ def test_caches_are_not_measured_for_each_download(
             pass
     assert len(looks) == 1
     clock.now += 61  # another process may have used the space
-    put(root, "of another process", 1000.0, 5 * MB)
+    write_version(root, "of another process", 1000.0, 5 * MB)
     with budget.reserve_space("adapter", MB // 10):
-        assert names_left(root, "of another process") == []
+        assert remaining_files(root, "of another process") == []
     assert len(looks) == 2
 
 
@@ -299,18 +299,18 @@ def test_disk_size_limits_budget(
     tmp_path: Path, root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, max_bytes: int | None, is_kept: bool
 ) -> None:
     """With 2 MB free and 4 MB cached, the default limit is 3 MB and a limit of 8 MB becomes 6 MB."""
-    put(root, "a", 1000.0, 4 * MB)
+    write_version(root, "a", 1000.0, 4 * MB)
     free = 2 * MB
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     with make_budget(tmp_path, clock, max_bytes).reserve_space("adapter", MB if is_kept else 3 * MB):
-        assert names_left(root, "a") == (["a"] if is_kept else [])
+        assert remaining_files(root, "a") == (["a"] if is_kept else [])
 
 
 def test_failed_removal_does_not_block_other_removals(
     tmp_path: Path, root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for index, name in enumerate("ab"):
-        put(root, name, 1000.0 + index, 2 * MB)
+        write_version(root, name, 1000.0 + index, 2 * MB)
     unlink = Path.unlink
 
     def fail(path: Path, missing_ok: bool = False) -> None:
@@ -320,16 +320,16 @@ def test_failed_removal_does_not_block_other_removals(
 
     monkeypatch.setattr(Path, "unlink", fail)
     with caplog.at_level(logging.WARNING), make_budget(tmp_path, clock).reserve_space("adapter", 2 * MB):
-        assert names_left(root, "a", "b") == ["a"]
+        assert remaining_files(root, "a", "b") == ["a"]
     assert "cannot be removed" in caplog.text
 
 
 def test_unknown_files_are_not_removed(tmp_path: Path, root: Path, clock: Clock) -> None:
-    put(root, "a", 1000.0, 4 * MB)
+    write_version(root, "a", 1000.0, 4 * MB)
     for other in ("models--owner--base/blobs/weights", "s3-models/x/weights", "s3/notes.txt", "s3/mine/weights"):
         (tmp_path / other).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / other).write_bytes(b"x")
-    (root / place("link")).symlink_to(tmp_path / "s3-models")
+    (root / hash_folder_name("link")).symlink_to(tmp_path / "s3-models")
     with make_budget(tmp_path, clock).reserve_space("adapter", 5 * MB):
         pass
     assert (tmp_path / "s3-models" / "x" / "weights").exists()
@@ -392,7 +392,7 @@ def budget_of(source: HubSource) -> DiskBudget:
     return source._budget
 
 
-def age(tmp_path: Path, used_at: float) -> None:
+def set_last_use(tmp_path: Path, used_at: float) -> None:
     for mark in (tmp_path / "hub").glob("*/.lorax/*"):
         os.utime(mark, (used_at, used_at))
 
@@ -404,11 +404,11 @@ def repo_folder(tmp_path: Path, name: str = NAME) -> Path:
 def test_evicted_repository_is_downloaded_again(hub: HubServer, tmp_path: Path, clock: Clock) -> None:
     source = hub_source(hub, tmp_path, clock, 450_000)
     first = fetch(source, NAME)
-    age(tmp_path, 1000.0)
+    set_last_use(tmp_path, 1000.0)
     other = fetch(source, "owner/other")
     assert not repo_folder(tmp_path).exists()  # locks and refs are removed too
     assert (other.folder / WEIGHTS).read_bytes() == b"of the other" * 10_000
-    age(tmp_path, 1000.0)
+    set_last_use(tmp_path, 1000.0)
     assert fetch(source, NAME) == first
     check_contents(first)
 
@@ -418,7 +418,7 @@ def test_eviction_keeps_shared_blobs(hub: HubServer, tmp_path: Path, clock: Cloc
     old = fetch(source, NAME)
     hub.repos[NAME].files["tokenizer.json"] = b'{"version": "2.0"}'
     new = fetch(source, NAME)  # the shared weights are cached and counted once
-    age(tmp_path, 1000.0)
+    set_last_use(tmp_path, 1000.0)
     mark = repo_folder(tmp_path) / ".lorax" / new.version
     os.utime(mark, (clock.now, clock.now))
     with budget_of(source).reserve_space("another", 450_000 - sum(map(len, hub.repos[NAME].files.values()))):
@@ -427,12 +427,12 @@ def test_eviction_keeps_shared_blobs(hub: HubServer, tmp_path: Path, clock: Cloc
     assert len([path for path in (repo_folder(tmp_path) / "blobs").iterdir() if path.suffix != ".lock"]) == 4
 
 
-def test_unmarked_repositories_are_never_evicted(hub: HubServer, tmp_path: Path, clock: Clock) -> None:
+def test_repositories_without_lorax_folder_are_never_evicted(hub: HubServer, tmp_path: Path, clock: Clock) -> None:
     source = hub_source(hub, tmp_path, clock, 450_000)
     fetch(source, NAME)
     shutil.rmtree(repo_folder(tmp_path) / ".lorax")  # as written by huggingface_hub
     check_contents(fetch(source, NAME))  # using a version does not mark it
-    age(tmp_path, 1000.0)
+    set_last_use(tmp_path, 1000.0)
     with budget_of(source).reserve_space("another", 450_000):
         check_contents(fetch(source, NAME))
 
@@ -453,7 +453,7 @@ def test_repository_with_new_download_is_not_evicted(
             (folder / "weights.part").write_bytes(b"half of it")
 
     monkeypatch.setattr(Path, "rmdir", begin)
-    age(tmp_path, 1000.0)
+    set_last_use(tmp_path, 1000.0)
     with budget_of(source).reserve_space("another", 450_000):
         pass
     assert (repo / "blobs" / "weights.part").exists()
@@ -469,10 +469,10 @@ def test_version_served_while_hub_is_down_is_kept(
     hub.repos[NAME] = Repo(SMALL)
     source = hub_source(hub, tmp_path, clock, 450_000)
     times = SimpleNamespace(now=0.0)
-    resolver = bench_of(source, lambda: times.now)
+    resolver = make_resolver(source, lambda: times.now)
     try:
         spec, _ = resolver.resolve([AdapterRef("hub", NAME)]).result(30)
-        age(tmp_path, 1000.0)
+        set_last_use(tmp_path, 1000.0)
         for fault in ("info", "adapter_config.json"):
             hub.faults[fault] = Fault(reply=Reply(503))
         times.now += after_s
@@ -489,7 +489,7 @@ CONFIG = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_pr
 SMALL = {"adapter_config.json": json.dumps(CONFIG).encode(), WEIGHTS: save({"x.lora_A.weight": zeros(1, 4)})}
 
 
-def bench_of(source: HubSource, times: Callable[[], float] = time.monotonic) -> AdapterResolver:
+def make_resolver(source: HubSource, times: Callable[[], float] = time.monotonic) -> AdapterResolver:
     sources = AdapterSources({"hub": source}, max_bytes=2**30, clock=times)
     finder = AdapterFinder(sources, model_type="llama", model_class="Llama", clock=times)
     return AdapterResolver(finder, clock=times)
@@ -499,10 +499,10 @@ def test_evicted_adapter_is_downloaded_on_next_request(hub: HubServer, tmp_path:
     """A cached resolution is not enough: the files are needed when the copy in memory is evicted."""
     hub.repos[NAME] = Repo(SMALL)
     source = hub_source(hub, tmp_path, clock, 450_000)
-    resolver = bench_of(source)
+    resolver = make_resolver(source)
     try:
         spec, _ = resolver.resolve([AdapterRef("hub", NAME)]).result(30)
-        age(tmp_path, 1000.0)
+        set_last_use(tmp_path, 1000.0)
         with budget_of(source).reserve_space("another", 450_000):
             assert not spec.checkpoints[0].folder.exists()
         with pytest.raises(SourceError, match=f"{WEIGHTS} was removed from this machine; try again"):
@@ -520,7 +520,7 @@ def test_adapter_is_downloaded_again_after_interrupted_eviction(
 ) -> None:
     source = hub_source(hub, tmp_path, clock, 450_000)
     first = fetch(source, NAME)
-    age(tmp_path, 1000.0)
+    set_last_use(tmp_path, 1000.0)
 
     def crash(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
@@ -541,7 +541,7 @@ def test_unlinked_blobs_are_counted_and_removed(hub: HubServer, tmp_path: Path, 
     with pytest.raises(SourceError):
         fetch(source, NAME)
     assert not [path for path in repo_folder(tmp_path).glob("snapshots/*/*") if path.name != "adapter_config.json"]
-    age(tmp_path, clock.now)
+    set_last_use(tmp_path, clock.now)
     with (
         pytest.raises(SourceError, match="other adapters are in use"),
         budget_of(source).reserve_space("another", 100_000),
@@ -562,7 +562,7 @@ def test_partial_hub_file_is_removed(hub: HubServer, tmp_path: Path, clock: Cloc
 
 def test_no_eviction_in_offline_mode(hub: HubServer, tmp_path: Path, clock: Clock) -> None:
     fetch(hub_source(hub, tmp_path, clock, 10**9), NAME)
-    age(tmp_path, 1000.0)
+    set_last_use(tmp_path, 1000.0)
     budget = DiskBudget(tmp_path, 450_000, now=clock)
     source = HubSource(tmp_path / "hub", hub.url, offline=True, budget=budget)
     with budget.reserve_space("adapter 'x' of another source", 450_000):

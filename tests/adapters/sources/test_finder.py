@@ -42,7 +42,7 @@ def ignore() -> None:
     pass
 
 
-class Raced(LocalSource):
+class HookedSource(LocalSource):
     """A source with hooks before and after each file access."""
 
     before: Callable[[], None] = staticmethod(ignore)
@@ -60,7 +60,7 @@ class Raced(LocalSource):
         return folder
 
 
-class Swap:
+class PathSwap:
     """Replace a path inside the root by a link to the outside, and restore it."""
 
     def __init__(self, path: Path, outside: Path) -> None:
@@ -98,12 +98,12 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "root"
 
 
-def swap_at(root: Path, what: str) -> Swap:
+def swap_at(root: Path, what: str) -> PathSwap:
     path = root / "poet" / what
-    return Swap(path, root.parent / "outside" / what)
+    return PathSwap(path, root.parent / "outside" / what)
 
 
-def read_vouched(found: FoundAdapter, root: Path) -> dict[str, bytes]:
+def read_stamped_files(found: FoundAdapter, root: Path) -> dict[str, bytes]:
     """Return the contents of the stamped files, which must be inside the root."""
     names = [path for path, stamp in found.files.items() if stamp is not None and path.is_file()]
     assert all(path.is_relative_to(root) and not path.is_symlink() for path in names)
@@ -114,7 +114,7 @@ def read_vouched(found: FoundAdapter, root: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("times", [1, 100])
 def test_file_replaced_after_validation_is_not_accepted(root: Path, what: str, times: int) -> None:
     """Replace the file between the source's last check and the stamps in the result, then restore it."""
-    swap, source = swap_at(root, what), Raced([root])
+    swap, source = swap_at(root, what), HookedSource([root])
     left = iter(range(times))
     source.before = swap.put_back
     source.after = lambda: swap.put_in() if next(left, None) is not None else None
@@ -125,14 +125,14 @@ def test_file_replaced_after_validation_is_not_accepted(root: Path, what: str, t
     found = find(source)
     assert next(left, None) is None
     assert found.spec.identity == find(LocalSource([root])).spec.identity
-    assert all(b"secret" not in content for content in read_vouched(found, root).values())
+    assert all(b"secret" not in content for content in read_stamped_files(found, root).values())
     assert found.resolved.tokenizer_stamps == tuple(
         read_stamp(root / "poet" / file) for file in found.resolved.tokenizer_files
     )
 
 
 def test_config_replaced_after_validation_is_not_parsed(root: Path) -> None:
-    swap, source, seen = swap_at(root, ""), Raced([root]), []
+    swap, source, seen = swap_at(root, ""), HookedSource([root]), []
     source.before, source.after_config = swap.put_back, swap.put_in
     sources = AdapterSources({"local": source}, max_bytes=2**30)
     with pytest.raises(SourceError, match=f"'poet': {CONFIG_FILE} changed while it was read; try again"):
@@ -188,17 +188,17 @@ def test_adapter_is_found_in_later_root_after_deletion(root: Path) -> None:
     assert not moved.is_unchanged()
 
 
-def test_deletion_during_resolution_tracks_both_roots(root: Path) -> None:
+def test_found_adapter_tracks_both_roots_after_deletion_during_resolution(root: Path) -> None:
     later = root.parent / "later"
     write(later / "poet", "later")
-    source = Raced([root, later])
+    source = HookedSource([root, later])
     source.before = lambda: shutil.rmtree(root / "poet", ignore_errors=True)
     found = find(source)
     assert {root / "poet", later / "poet"} <= set(found.files)
 
 
 @pytest.mark.parametrize("name", ["{first}/poet", "linked", "poet"])
-def test_switched_root_link_is_detected(tmp_path: Path, name: str) -> None:
+def test_changed_root_symlink_is_detected(tmp_path: Path, name: str) -> None:
     """Test an absolute name, a name that links out of the new root, and a name missing in the new root."""
     first, second, root = tmp_path / "first", tmp_path / "second", tmp_path / "root"
     write(first / "poet", "first")

@@ -15,7 +15,15 @@ from huggingface_hub import close_session, constants, hf_hub_download, scan_cach
 from lorax_server.adapters.sources import remote
 from lorax_server.adapters.sources.hub import HubSource
 from lorax_server.errors import AdapterAccessError, AdapterError, AdapterNotFoundError, SourceError
-from tests.adapters.sources.adapters import ADAPTER, OTHERS, WEIGHTS, accept, check_contents, fetch, front
+from tests.adapters.sources.adapters import (
+    ADAPTER,
+    UNRELATED_FILES,
+    WEIGHTS,
+    accept,
+    check_contents,
+    fetch,
+    make_sources,
+)
 from tests.adapters.sources.child import run_child, run_children
 from tests.adapters.sources.hub_server import HubServer, Repo, commit_of, describe
 from tests.adapters.sources.server import Fault, Reply, Request, running
@@ -37,7 +45,7 @@ def one_ssl_context() -> Iterator[None]:
 @pytest.fixture
 def hub() -> Iterator[HubServer]:
     with running(HubServer()) as server:
-        server.repos[NAME] = Repo({**ADAPTER, **OTHERS})
+        server.repos[NAME] = Repo({**ADAPTER, **UNRELATED_FILES})
         yield server
 
 
@@ -136,7 +144,7 @@ def test_repository_without_config_is_rejected(hub: HubServer, source: HubSource
         fetch(source, NAME)
 
 
-NOT_NAMES = [
+INVALID_NAMES = [
     "../../etc/passwd",
     "..",
     "owner/..",
@@ -168,7 +176,7 @@ NOT_NAMES = [
 @pytest.mark.parametrize("offline", [False, True])
 def test_invalid_repository_name_sends_no_request(hub: HubServer, tmp_path: Path, offline: bool) -> None:
     source = HubSource(tmp_path / "cache", hub.url, offline=offline)
-    for name in NOT_NAMES:
+    for name in INVALID_NAMES:
         with pytest.raises(AdapterNotFoundError, match="hub names have the form owner/name") as caught:
             fetch(source, name)
         assert repr(name) in str(caught.value)
@@ -201,7 +209,7 @@ def test_request_token_overrides_configured_token(
 @pytest.mark.parametrize("token", [None, "hf_of_somebody_else"])
 def test_cached_files_require_own_token(hub: HubServer, source: HubSource, gated: bool, token: str | None) -> None:
     hub.repos[NAME].token, hub.repos[NAME].gated = SECRET, gated
-    sources = front(source)
+    sources = make_sources(source)
     check_contents(sources.fetch("hub", NAME, SECRET, accept))
     with pytest.raises(AdapterAccessError, match=f"{NAME}.* pass a token"):
         sources.fetch("hub", NAME, token, accept)
@@ -430,7 +438,7 @@ def test_damaged_small_file_is_rejected(hub: HubServer, source: HubSource, tmp_p
     assert not leftovers(tmp_path)
 
 
-def test_wrong_announced_size_is_rejected(hub: HubServer, source: HubSource, tmp_path: Path) -> None:
+def test_download_with_wrong_listed_size_is_rejected(hub: HubServer, source: HubSource, tmp_path: Path) -> None:
     listed = [describe(*item) for item in hub.repos[NAME].files.items()]
     for described in listed:
         if described["rfilename"] == WEIGHTS:
@@ -455,13 +463,13 @@ def test_rejected_config_downloads_no_weights(hub: HubServer, source: HubSource)
         raise AdapterError(f"rank {config['r']} is not for us")
 
     with pytest.raises(AdapterError, match="rank 8 is not for us"):
-        front(source).fetch("hub", NAME, None, refuse)
+        make_sources(source).fetch("hub", NAME, None, refuse)
     assert not hub.requests(WEIGHTS)
 
 
 def test_oversized_adapter_is_not_downloaded(hub: HubServer, source: HubSource) -> None:
     with pytest.raises(AdapterError, match=f"{NAME}.* bytes, at most 1000 are allowed"):
-        front(source, max_bytes=1000).fetch("hub", NAME, None, accept)
+        make_sources(source, max_bytes=1000).fetch("hub", NAME, None, accept)
     assert [hub.key(request) for request in hub.seen] == [CONFIG, "info"]
 
 

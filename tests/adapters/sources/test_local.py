@@ -9,7 +9,7 @@ import pytest
 from lorax_server.adapters.sources.local import LocalSource, normalize_local_name
 from lorax_server.errors import AdapterError, AdapterNotFoundError, SourceError
 from lorax_server.server.access.folder_watcher import find_adapters
-from tests.adapters.sources.adapters import ADAPTER, OTHERS, WEIGHTS, check_contents, fetch
+from tests.adapters.sources.adapters import ADAPTER, UNRELATED_FILES, WEIGHTS, check_contents, fetch
 
 CONFIG = "adapter_config.json"
 TEMPLATES = "additional_chat_templates"
@@ -27,7 +27,7 @@ def write(folder: Path, files: dict[str, bytes] = ADAPTER) -> Path:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    write(tmp_path / "root" / "team" / "adapter", ADAPTER | OTHERS)
+    write(tmp_path / "root" / "team" / "adapter", ADAPTER | UNRELATED_FILES)
     return tmp_path / "root"
 
 
@@ -61,7 +61,7 @@ def test_first_matching_root_is_used(tmp_path: Path, root: Path) -> None:
     check_contents(fetch(source, str(tmp_path / "second" / "team" / "adapter")), {**ADAPTER, WEIGHTS: b"second"})
 
 
-def test_root_may_be_link(tmp_path: Path, root: Path) -> None:
+def test_root_may_be_symlink(tmp_path: Path, root: Path) -> None:
     (tmp_path / "link").symlink_to(root)
     source = LocalSource([tmp_path / "link"])
     check_contents(fetch(source, "team/adapter"))
@@ -78,7 +78,7 @@ def test_links_inside_root_are_followed(root: Path, source: LocalSource) -> None
     check_contents(fetch(source, "linked"))
 
 
-def test_linked_root_switches_atomically(tmp_path: Path, root: Path) -> None:
+def test_symlinked_root_can_be_switched_atomically(tmp_path: Path, root: Path) -> None:
     new = {**ADAPTER, WEIGHTS: b"of the new folder"}
     write(tmp_path / "new" / "team" / "adapter", new)
     write(tmp_path / "new" / "only-here")

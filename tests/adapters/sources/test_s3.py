@@ -23,7 +23,15 @@ from lorax_server.errors import AdapterAccessError, AdapterError, AdapterNotFoun
 from lorax_server.files.regular_file import read_stamp
 from lorax_server.files.tokenizer_folder import TokenizerFolder
 from lorax_server.text.tokenizer import _read_templates
-from tests.adapters.sources.adapters import ADAPTER, OTHERS, WEIGHTS, accept, check_contents, fetch, front
+from tests.adapters.sources.adapters import (
+    ADAPTER,
+    UNRELATED_FILES,
+    WEIGHTS,
+    accept,
+    check_contents,
+    fetch,
+    make_sources,
+)
 from tests.adapters.sources.child import run_child, run_children
 from tests.adapters.sources.hub_server import HubServer, Repo
 from tests.adapters.sources.s3_server import S3Proxy
@@ -60,7 +68,7 @@ def moto() -> Iterator[tuple[str, int]]:
 
 
 @pytest.fixture(scope="module")
-def filler(moto: tuple[str, int]) -> Iterator[Any]:
+def legacy_client(moto: tuple[str, int]) -> Iterator[Any]:
     """Return a client that fills the bucket without adding checksums, like older clients."""
     config = Config(request_checksum_calculation="when_required")
     with closing(boto3.Session().client("s3", endpoint_url="http://{}:{}".format(*moto), config=config)) as client:
@@ -68,14 +76,14 @@ def filler(moto: tuple[str, int]) -> Iterator[Any]:
 
 
 @pytest.fixture
-def admin(moto: tuple[str, int], filler: Any) -> Any:
+def admin(moto: tuple[str, int], legacy_client: Any) -> Any:
     """Reset the server to one bucket with one adapter, and return a client for it."""
     with closing(HTTPConnection(*moto)) as connection:
         connection.request("POST", "/moto-api/reset")
         assert connection.getresponse().status == 200
-    filler.create_bucket(Bucket=BUCKET)
-    put(filler, NAME, ADAPTER | OTHERS)
-    return filler
+    legacy_client.create_bucket(Bucket=BUCKET)
+    put(legacy_client, NAME, ADAPTER | UNRELATED_FILES)
+    return legacy_client
 
 
 def put(admin: Any, name: str, files: dict[str, bytes], **options: str) -> None:
@@ -249,7 +257,7 @@ def test_listings_with_many_unrelated_files_are_paginated(
 # --- consistency between sources
 
 
-FULL = {
+ALL_FILES = {
     **{file: content for file, content in ADAPTER.items() if not file.endswith(".jinja")},
     "tokenizer_config.json": b"{}",
     "special_tokens_map.json": b"{}",
@@ -264,19 +272,23 @@ FULL = {
     "additional_chat_templates/default.jinja": b"one in its place",
     "additional_chat_templates/tool_use.jinja": b"another",
 }
-STRAY = {"additional_chat_templates/.odd.jinja": b"x", "additional_chat_templates/no.txt": b"x", "more/vocab.txt": b"x"}
+IGNORED_FILES = {
+    "additional_chat_templates/.odd.jinja": b"x",
+    "additional_chat_templates/no.txt": b"x",
+    "more/vocab.txt": b"x",
+}
 
 
 @pytest.fixture
-def places(admin: Any, source: S3Source, tmp_path: Path) -> Iterator[dict[str, tuple[Source, str]]]:
+def sources_by_kind(admin: Any, source: S3Source, tmp_path: Path) -> Iterator[dict[str, tuple[Source, str]]]:
     """Yield the same adapter in a bucket, on a hub, in a hub cache, and in a folder."""
-    put(admin, "team/full", {**FULL, **STRAY, **OTHERS})
-    for file, content in {**FULL, **STRAY, **OTHERS}.items():
+    put(admin, "team/full", {**ALL_FILES, **IGNORED_FILES, **UNRELATED_FILES})
+    for file, content in {**ALL_FILES, **IGNORED_FILES, **UNRELATED_FILES}.items():
         path = tmp_path / "root" / "full" / file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
     with running(HubServer()) as hub:
-        hub.repos["team/full"] = Repo({**FULL, **STRAY, **OTHERS})
+        hub.repos["team/full"] = Repo({**ALL_FILES, **IGNORED_FILES, **UNRELATED_FILES})
         online, offline = (HubSource(tmp_path / "hub", hub.url, offline=offline) for offline in (False, True))
         yield {
             "s3": (source, "team/full"),
@@ -286,12 +298,12 @@ def places(admin: Any, source: S3Source, tmp_path: Path) -> Iterator[dict[str, t
         }
 
 
-def test_all_sources_return_same_files(places: dict[str, tuple[Source, str]]) -> None:
-    for source, name in places.values():
+def test_all_sources_return_same_files(sources_by_kind: dict[str, tuple[Source, str]]) -> None:
+    for source, name in sources_by_kind.values():
         fetched = fetch(source, name)
-        assert fetched.tokenizer_files == tuple(file for file in FULL if file not in (CONFIG, WEIGHTS))
-        assert {file: (fetched.folder / file).read_bytes() for file in FULL} == FULL
-        files = TokenizerFolder(fetched.folder, {file: read_stamp(fetched.folder / file) for file in FULL})
+        assert fetched.tokenizer_files == tuple(file for file in ALL_FILES if file not in (CONFIG, WEIGHTS))
+        assert {file: (fetched.folder / file).read_bytes() for file in ALL_FILES} == ALL_FILES
+        files = TokenizerFolder(fetched.folder, {file: read_stamp(fetched.folder / file) for file in ALL_FILES})
         assert _read_templates(files, {}) == {"default": "one in its place", "tool_use": "another"}
 
 
@@ -299,13 +311,13 @@ def test_all_sources_return_same_files(places: dict[str, tuple[Source, str]]) ->
     "file", slow_except(["vocab.txt"], ["additional_chat_templates/default.jinja", "vocab.txt", "tekken.json"])
 )
 def test_tokenizer_file_changes_version(admin: Any, source: S3Source, file: str) -> None:
-    put(admin, NAME, FULL)
+    put(admin, NAME, ALL_FILES)
     first = fetch(source, NAME)
     put(admin, NAME, {file: b"changed"})
     second = fetch(source, NAME)
     assert second.version != first.version
     assert (second.folder / file).read_bytes() == b"changed"
-    assert (first.folder / file).read_bytes() == FULL[file]
+    assert (first.folder / file).read_bytes() == ALL_FILES[file]
 
 
 def test_endless_listing_is_limited(admin: Any, source: S3Source, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -516,13 +528,13 @@ def test_rejected_config_downloads_no_weights(proxy: S3Proxy, source: S3Source) 
         raise AdapterError(f"rank {config['r']} is not for us")
 
     with pytest.raises(AdapterError, match="rank 8 is not for us"):
-        front(source).fetch("s3", NAME, None, refuse)
+        make_sources(source).fetch("s3", NAME, None, refuse)
     assert not proxy.requests(WEIGHTS)
 
 
 def test_oversized_adapter_is_not_downloaded(proxy: S3Proxy, source: S3Source) -> None:
     with pytest.raises(AdapterError, match="at most 1000 are allowed"):
-        front(source, max_bytes=1000).fetch("s3", NAME, None, accept)
+        make_sources(source, max_bytes=1000).fetch("s3", NAME, None, accept)
     assert {proxy.key(request) for request in proxy.seen} == {"list"}
 
 

@@ -75,7 +75,7 @@ def adapters_of(case: str) -> float:
 def test_step_times_match_measurements(row: list[str]) -> None:
     case, ms, floor = row[0], float(row[1]), float(row[2])
     rows = int(case.split()[0])
-    read = count_read(sizes().read_bytes, adapters_of(case), rows * MEASURED_CONTEXT_TOKENS * sizes().token_bytes)
+    read = count_read(sizes().read_bytes(rows), adapters_of(case), rows * MEASURED_CONTEXT_TOKENS * sizes().token_bytes)
     assert read_ms(H200, sum(read.values())) == pytest.approx(floor, rel=0.01)
     assert sum(decode_step_ms(H200, rows, read, MEASURED_LAYERS).values()) == pytest.approx(ms, rel=TOLERANCE)
 
@@ -87,7 +87,7 @@ def test_constants_match_documentation() -> None:
     own = {rows: measured[f"{rows} / {rows}"] for rows in (1, 16, 64, 256)}
     assert dict(ADAPTER_STEP_TIMES) == own
     model = sizes()
-    assert (model.read_bytes, model.token_bytes, model.layers) == (WEIGHT_BYTES, TOKEN_BYTES, MEASURED_LAYERS)
+    assert (model.read_bytes(1), model.token_bytes, model.layers) == (WEIGHT_BYTES, TOKEN_BYTES, MEASURED_LAYERS)
     assert model.adapter_bytes(16, ALL) == ADAPTER_BYTES
     assert f"{1e6 / API_TOKENS_PER_S:.0f} us of API process CPU time per token" in (DOCS / "engine.md").read_text()
 
@@ -127,13 +127,13 @@ def test_throughput_with_1000_adapters_matches_measurement() -> None:
 def test_step_time_grows_with_batch_size(gpu: Gpu) -> None:
     model, times = sizes(), []
     for rows in (1, 2, 16, 64, 200, 256, 512):
-        read = count_read(model.read_bytes, rows * ADAPTER_BYTES, rows * MEASURED_CONTEXT_TOKENS * TOKEN_BYTES)
+        read = count_read(model.read_bytes(rows), rows * ADAPTER_BYTES, rows * MEASURED_CONTEXT_TOKENS * TOKEN_BYTES)
         times.append(sum(decode_step_ms(gpu, rows, read, MEASURED_LAYERS).values()))
         assert times[-1] > read_ms(gpu, sum(read.values()))
     assert times == sorted(times)
 
 
-def test_small_model_is_limited_by_scheduling_time() -> None:
+def test_small_model_step_time_is_limited_by_scheduling() -> None:
     read = count_read(1e6, 0, 1e5)
     assert sum(decode_step_ms(H200, 256, read, 2).values()) == pytest.approx(1.26, rel=0.1)
     assert sum(decode_step_ms(H200, 1, read, 2).values()) < 0.3

@@ -96,19 +96,32 @@ def test_size_tests_cover_all_architectures() -> None:
 
 
 @pytest.mark.parametrize("name", OTHER_VARIANTS)
-def test_weights_cache_and_adapters_match_the_served_model(name: str) -> None:
+def test_planned_memory_matches_served_model(name: str) -> None:
     oracle, config, rank = make_oracle(name), OTHER_VARIANTS[name].config(), 8
     counted = ModelSizes(config)
-    assert counted.weight_bytes == HALF_BYTES * sum(parameter.numel() for parameter in oracle.parameters())
+    assert counted.weight_bytes == HALF_BYTES * sum(tensor.numel() for tensor in checkpoint(name, oracle).values())
     model = build_model(config, make_weights(checkpoint(name, oracle), torch.device("cpu")))
     assert counted.token_bytes == 2 * HALF_BYTES * model.num_layers * math.prod(model.kv_shape)
-    targets = [target for target in collect_adapter_targets(model).values() if target.kind is TargetKind.LINEAR]
-    sizes = [rank * size for target in targets for size in (target.inputs.full, target.outputs.full)]
+    kinds = (TargetKind.LINEAR, TargetKind.EXPERTS)
+    targets = [target for target in collect_adapter_targets(model).values() if target.kind in kinds]
+    counts = [1 if target.experts is None else target.experts.num_experts for target in targets]
+    pairs = zip(targets, counts, strict=True)
+    sizes = [count * rank * size for target, count in pairs for size in (target.inputs.full, target.outputs.full)]
     modules = {target.name.rpartition(".")[2] for target in targets}
     assert {matrix.name for matrix in counted.matrices} == modules
     assert counted.adapter_bytes(rank, modules) == 256 * sum(-(-HALF_BYTES * size // 256) for size in sizes)
     limit = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", DEFAULT_MAX_POSITIONS)
     assert counted.max_length == limit
+
+
+def test_decode_steps_read_only_the_experts_of_their_tokens() -> None:
+    sizes = ModelSizes(OTHER_VARIANTS["qwen3moe"].config())
+    expert = sum(HALF_BYTES * matrix.outputs * matrix.inputs for matrix in sizes.matrices if matrix.num_experts > 1)
+    step = sizes.read_bytes(1)
+    assert sizes.read_bytes(1000) == pytest.approx(step + 3 * expert)  # 6 experts, 3 per token
+    assert sizes.read_bytes(2) == pytest.approx(step + 1.5 * expert)
+    dense = sizes.prompt_flop(0) - 2 * 3 * expert // HALF_BYTES
+    assert dense == 2 * sum(matrix.outputs * matrix.inputs for matrix in sizes.matrices if matrix.num_experts == 1)
 
 
 def test_falcon_with_alibi_is_rejected() -> None:
@@ -173,7 +186,7 @@ def test_model_sizes_can_be_set_by_flags(model: str, capsys: pytest.CaptureFixtu
     assert by_flags == by_name
 
 
-def test_mixed_ranks_add_up(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapter_bytes_of_mixed_ranks_add_up(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     mixed = plan("--model", model, "--gpu", "H100", "--ranks", "8:700,16:200,64:100", capsys=capsys)["adapters"]
     one = plan("--model", model, "--gpu", "H100", "--adapters", "1", "--rank", "8", capsys=capsys)["adapters"]
     assert mixed["count"] == 1000
@@ -202,14 +215,14 @@ def test_plan_reports_limiting_factor(limit: str, flags: str, model: str, capsys
     assert limit in LIMIT_REASONS
 
 
-def test_earlier_flag_names_are_accepted(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_deprecated_flag_names_are_accepted(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     new = "--max-num-seqs 8 --completion-tokens 20 --max-utilization 0.5 --inter-token-latency-ms 30"
     old = "--max-rows 8 --answer-tokens 20 --load 0.5 --token-ms 30"
     expected, plain = (plan("--model", model, "--gpu", "H100", *flags.split(), capsys=capsys) for flags in (new, ""))
     assert plan("--model", model, "--gpu", "H100", *old.split(), capsys=capsys) == expected != plain
 
 
-def test_prefill_can_take_most_of_the_time(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_reports_prefill_bound_replica(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     replica = plan(
         "--model", model, "--gpu", "A10", "--prompt-tokens", "4000", "--completion-tokens", "10", capsys=capsys
     )["replica"]
@@ -331,7 +344,7 @@ def test_missing_model_folder_is_rejected(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("name", ["H200", "h200", "NVIDIA H200", "nvidia-h200"])
-def test_gpu_name_ignores_spelling_but_not_memory_size(name: str) -> None:
+def test_gpu_lookup_ignores_spelling_but_not_memory_size(name: str) -> None:
     assert find_gpu(name) is GPUS["H200"]
     with pytest.raises(ConfigError, match="A100-80GB"):
         find_gpu("A100")

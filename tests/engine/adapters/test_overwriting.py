@@ -42,7 +42,7 @@ def resolve(harness: ResolverHarness) -> Resolved:
 
 
 @pytest.mark.parametrize("file", [WEIGHTS_FILE, CONFIG_FILE])
-def test_overwrite_serves_old_or_new_version_at_every_byte(harness: ResolverHarness, file: str) -> None:
+def test_partially_overwritten_adapter_serves_old_version(harness: ResolverHarness, file: str) -> None:
     files = {**OLD, file: files_of(2, lora_alpha=77)[file]}
     old, new = identity_of(harness.tmp_path, OLD), identity_of(harness.tmp_path, files)
     content = files[file]

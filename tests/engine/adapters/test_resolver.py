@@ -54,7 +54,7 @@ RAW = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"
 NUM_ELEMENTS = 12
 SECRET = "hf_do_not_show_this"
 HUB_NAME = "owner/adapter"
-PATIENCE_S = 120  # only reached if a test fails
+TIMEOUT_S = 120  # only reached if a test fails
 
 
 # --- Helpers ----------------------------------------------------------------------------------------------------------
@@ -142,11 +142,11 @@ class Gate:
 
     def __call__(self, name: str = "") -> None:
         self.arrived.release()
-        assert self.opened.wait(PATIENCE_S)
+        assert self.opened.wait(TIMEOUT_S)
 
     def wait_for(self, count: int = 1) -> None:
         for _ in range(count):
-            assert self.arrived.acquire(timeout=PATIENCE_S)
+            assert self.arrived.acquire(timeout=TIMEOUT_S)
 
 
 class ResolverHarness:
@@ -199,12 +199,12 @@ class ResolverHarness:
 
 
 def result(future: "Future[Any]") -> tuple[AdapterSpec, Resolved]:
-    found: tuple[AdapterSpec, Resolved] = future.result(PATIENCE_S)
+    found: tuple[AdapterSpec, Resolved] = future.result(TIMEOUT_S)
     return found
 
 
 def error_of(future: "Future[Any]") -> BaseException:
-    error = future.exception(PATIENCE_S)
+    error = future.exception(TIMEOUT_S)
     assert error is not None
     return error
 
@@ -383,7 +383,7 @@ def test_request_after_change_gets_new_version(harness: ResolverHarness) -> None
         replace(folder, {WEIGHTS_FILE: versions[number][WEIGHTS_FILE]})
         done = number
     for thread in threads:
-        thread.join(PATIENCE_S)
+        thread.join(TIMEOUT_S)
     assert found_versions
     assert not wrong
     assert number_of[harness.resolve_identity("tuned", "local")] == len(versions) - 1
@@ -474,7 +474,7 @@ def test_change_during_read_is_not_reported_as_damage(harness: ResolverHarness, 
     assert harness.resolve_identity("tuned", "local") == first
 
 
-def test_config_and_weights_are_consistent(harness: ResolverHarness) -> None:
+def test_config_and_weights_replaced_during_fetch_are_consistent(harness: ResolverHarness) -> None:
     """Replace config and weights after the source's last check, config first."""
     harness.put("tuned", 1)
     second = files_of(2, lora_alpha=99)
@@ -489,7 +489,7 @@ def test_config_and_weights_are_consistent(harness: ResolverHarness) -> None:
 
 
 @pytest.mark.parametrize("file", [CONFIG_FILE, WEIGHTS_FILE, "tokenizer.json"])
-def test_only_required_file_deleted_during_fetch_fails(harness: ResolverHarness, file: str) -> None:
+def test_fetch_fails_only_if_required_file_is_deleted(harness: ResolverHarness, file: str) -> None:
     harness.put("tuned", 1)
     write(harness.root / "tuned", {"tokenizer.json": b"{}"})
 
@@ -580,7 +580,7 @@ def test_concurrent_requests_share_one_fetch(harness: ResolverHarness, source: s
     assert harness.resolver.num_fetching == 0
 
 
-def test_tokens_do_not_share_fetches(harness: ResolverHarness) -> None:
+def test_requests_with_different_tokens_do_not_share_fetches(harness: ResolverHarness) -> None:
     harness.put("tuned", 1)
     gate = harness.fake.before = harness.gate()
     futures = [harness.submit("tuned", token=token) for token in (None, "", "a", "b", "a")]
@@ -630,7 +630,7 @@ def test_cancelled_caller_does_not_affect_other_callers(harness: ResolverHarness
     gate.opened.set()
     assert [result(future)[0].identity for future in futures[1:]] == [identity] * 2
     with pytest.raises(CancelledError):
-        futures[0].result(PATIENCE_S)
+        futures[0].result(TIMEOUT_S)
     assert harness.resolve_identity("tuned") == identity
     assert not caplog.records
 
@@ -643,7 +643,7 @@ def test_done_callback_can_call_resolve(harness: ResolverHarness) -> None:
     first = harness.submit("a")
     first.add_done_callback(lambda _: second.set_result(harness.submit("b")))
     assert result(first)[0].identity == identities[0]
-    assert result(second.result(PATIENCE_S))[0].identity == identities[1]
+    assert result(second.result(TIMEOUT_S))[0].identity == identities[1]
 
 
 def test_too_many_pending_fetches_are_rejected(harness: ResolverHarness, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -889,7 +889,7 @@ def test_forget_discards_result_of_running_fetch(harness: ResolverHarness, fails
     assert harness.resolve_identity("tuned", token=SECRET) == second, "it does not wait for the old one either"
     harness.clock.now += 30
     gate.opened.set()
-    assert (old.exception(PATIENCE_S) is not None) == fails
+    assert (old.exception(TIMEOUT_S) is not None) == fails
     assert harness.resolve_identity("tuned", token=SECRET) == second
     assert len(harness.fake.resolved_names) == 2
     harness.clock.now += 30
@@ -925,7 +925,7 @@ def test_caches_are_bounded(harness: ResolverHarness, monkeypatch: pytest.Monkey
 # --- File checks ------------------------------------------------------------------------------------------------------
 
 
-class Looks:
+class FileAccessCounter:
     """Counts file reads and stats by thread."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -950,7 +950,7 @@ class Looks:
         self.reads.clear()
 
 
-def settled(harness: ResolverHarness) -> AdapterResolver:
+def make_resolver_with_old_files(harness: ResolverHarness) -> AdapterResolver:
     """Create a resolver for which all existing files are old."""
     now_ns = time.time_ns() + MIN_STAMP_AGE_NS + 10**9
     return harness.make(time_ns=lambda: now_ns)
@@ -962,9 +962,9 @@ def test_cached_resolution_checks_each_file_once_off_caller_thread(
 ) -> None:
     identity = harness.put("tuned", 1)
     folder = write(harness.root / "tuned", {"tokenizer.json": b"{}"})
-    harness.resolver = settled(harness)
+    harness.resolver = make_resolver_with_old_files(harness)
     assert harness.resolve_identity("tuned", source) == identity
-    looks, real = Looks(monkeypatch), LocalSource.find
+    looks, real = FileAccessCounter(monkeypatch), LocalSource.find
     found: list[str] = []
 
     def find(source: LocalSource, name: str, token: str | None) -> AdapterFiles:
@@ -1031,7 +1031,7 @@ def test_hanging_file_system_blocks_only_its_requests(
 ) -> None:
     identity = harness.put("tuned", 1)
     harness.resolve_identity("tuned", "fake")
-    harness.resolver = settled(harness)
+    harness.resolver = make_resolver_with_old_files(harness)
     harness.resolve_identity("tuned", "fake")
     gate = harness.gate()
 
@@ -1067,7 +1067,7 @@ def test_too_many_pending_checks_are_rejected(harness: ResolverHarness, monkeypa
         result(future)
 
 
-def test_fetched_tier_only_for_waiting_requests(harness: ResolverHarness) -> None:
+def test_fetched_tier_is_returned_only_if_request_waited(harness: ResolverHarness) -> None:
     harness.put("tuned", 1)
     write(harness.root / "empty", {CONFIG_FILE: files_of(1)[CONFIG_FILE]})
     assert result(harness.submit("tuned"))[1].tier == "", "it was here already"
@@ -1088,7 +1088,7 @@ def test_fetched_tier_only_for_waiting_requests(harness: ResolverHarness) -> Non
 # --- Stale resolutions during revalidation ----------------------------------------------------------------------------
 
 
-def settle(harness: ResolverHarness) -> None:
+def wait_for_fetches(harness: ResolverHarness) -> None:
     """Wait until no fetch is running, since a second request would share it."""
     while harness.resolver.num_fetching:
         time.sleep(0.001)
@@ -1103,7 +1103,7 @@ def test_stale_resolution_is_served_during_revalidation(harness: ResolverHarness
     gate.wait_for()
     assert len(harness.fake.resolved_names) == 2, "once is enough"
     gate.opened.set()
-    settle(harness)
+    wait_for_fetches(harness)
     harness.clock.now += 59
     assert harness.resolve_identity("tuned") == first
     assert len(harness.fake.resolved_names) == 2
@@ -1129,7 +1129,7 @@ def test_stale_resolution_ends_with_source_rejection(harness: ResolverHarness, e
     harness.clock.now += 60
     harness.fake.before = fail_with(error("no more"))
     assert harness.resolve_identity("tuned") == first
-    settle(harness)
+    wait_for_fetches(harness)
     assert isinstance(harness.error("tuned"), error)
 
 
@@ -1140,7 +1140,7 @@ def test_unavailable_source_is_not_queried_for_every_request(harness: ResolverHa
     harness.fake.before = fail_with(SourceError("it is down"))
     for _ in range(5):
         assert harness.resolve_identity("tuned") == first
-        settle(harness)
+        wait_for_fetches(harness)
     assert len(harness.fake.resolved_names) == 2
 
 
@@ -1150,7 +1150,7 @@ def test_new_hub_version_is_found_in_background(harness: ResolverHarness, hub: H
     hub.repos[HUB_NAME] = Repo(files_of(2))
     harness.clock.now += 60
     assert harness.resolve_identity(HUB_NAME, "hub") == first
-    settle(harness)
+    wait_for_fetches(harness)
     spec, resolved = result(harness.submit(HUB_NAME, "hub"))
     assert spec.identity == second
     assert resolved.tier == "", "it was fetched for nobody"
@@ -1189,7 +1189,7 @@ def test_hostile_names_and_tokens_are_rejected(harness: ResolverHarness, source:
     assert not kept, "what is no name is not worth remembering"
 
 
-def reachable(start: object) -> Iterator[object]:
+def find_referenced_objects(start: object) -> Iterator[object]:
     """Yield all objects that an object references, except modules and classes."""
     seen, waiting = {id(start)}, [start]
     while waiting:
@@ -1216,15 +1216,17 @@ def test_token_is_not_stored_or_logged(harness: ResolverHarness, caplog: pytest.
     harness.fake.before = fail
     with caplog.at_level(logging.DEBUG):
         for name in ("tuned", "tuned", "down", "down"):
-            harness.submit(name, token=secret).exception(PATIENCE_S)
+            harness.submit(name, token=secret).exception(TIMEOUT_S)
     harness.fake.before = ignore
     for threads in harness.resolver._threads.values():
         threads.submit(lambda: None)  # a thread keeps its last task until it gets another
     harness.resolver.close()
     harness.resolver = harness.make()
     for name in ("tuned", "tuned", "down"):
-        harness.submit(name, token=secret).exception(PATIENCE_S)
-    held = [text for text in reachable(vars(harness.resolver)) if isinstance(text, str) and secret in text]
+        harness.submit(name, token=secret).exception(TIMEOUT_S)
+    held = [
+        text for text in find_referenced_objects(vars(harness.resolver)) if isinstance(text, str) and secret in text
+    ]
     assert not held
     assert secret not in caplog.text
 
@@ -1258,7 +1260,7 @@ def test_concurrent_operations_return_correct_identities(harness: ResolverHarnes
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(PATIENCE_S)
+        thread.join(TIMEOUT_S)
     assert not any(thread.is_alive() for thread in threads)
     assert not wrong
     for name in names:
@@ -1300,7 +1302,7 @@ def test_close_stops_threads(harness: ResolverHarness) -> None:
     assert len(started) == 4
     harness.resolver.close()
     for thread in started:
-        thread.join(PATIENCE_S)
+        thread.join(TIMEOUT_S)
         assert not thread.is_alive()
 
 
@@ -1308,7 +1310,7 @@ def test_close_stops_threads(harness: ResolverHarness) -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def near_hub() -> Iterator[None]:
+def local_hub_environment() -> Iterator[None]:
     """Use a local hub and one SSL context, because reading system certificates is slow."""
     context = httpx2.create_ssl_context()
     with pytest.MonkeyPatch.context() as patch:
@@ -1322,7 +1324,7 @@ def near_hub() -> Iterator[None]:
 def hub(harness: ResolverHarness) -> Iterator[HubServer]:
     with running(HubServer()) as server:
         server.repos[HUB_NAME] = Repo(files_of(1) | {"tokenizer.json": b"{}", "README.md": b"a"})
-        harness.resolver = harness.make(HubSource(harness.tmp_path / "cache", server.url, timeout_s=PATIENCE_S))
+        harness.resolver = harness.make(HubSource(harness.tmp_path / "cache", server.url, timeout_s=TIMEOUT_S))
         yield server
 
 

@@ -45,7 +45,7 @@ def test_extents_are_contiguous() -> None:
     assert space.num_free_units == space.largest_hole == 0
 
 
-def test_unread_space_is_free_immediately() -> None:
+def test_space_not_read_by_steps_is_free_immediately() -> None:
     space = filled(10, 5, 5)
     run_step(space)
     space.free("a")
@@ -174,7 +174,7 @@ def test_move_may_overwrite_space_in_use_by_earlier_steps() -> None:
     assert space.submit() == (2, [ExtentMove("b", 4, 0, 2)])
 
 
-def test_compact_plans_no_useless_moves() -> None:
+def test_compact_plans_no_unnecessary_moves() -> None:
     space = filled(10, 4, 2, 4)
     space.submit()
     space.free("a")
@@ -362,7 +362,7 @@ class Worker:
             self.finish_reading()
 
 
-class Machine(RuleBasedStateMachine):
+class SpaceStateMachine(RuleBasedStateMachine):
     """Runs random engine operations on workers with the earliest, latest and random timing."""
 
     NUM_UNITS = 32
@@ -456,7 +456,7 @@ class Machine(RuleBasedStateMachine):
             self.complete()
 
     @rule(which=CHOICES)
-    def time_passes(self, which: int) -> None:
+    def advance_random_worker(self, which: int) -> None:
         keys = list(self.wanderer.loads)
         if which % 2 and keys:
             self.wanderer.write(keys[which % len(keys)])
@@ -469,12 +469,12 @@ class Machine(RuleBasedStateMachine):
         if self.MOST_MOVED is not None:
             assert len(moves) <= 1 or sum(move.units for move in moves) <= self.MOST_MOVED
         for move in moves:
-            self.follow(move)
+            self.apply_move(move)
         reads = [self.contents[key] for key in self.loaded]
         for worker in self.workers:
             worker.submit(moves, reads)
 
-    def follow(self, move: ExtentMove) -> None:
+    def apply_move(self, move: ExtentMove) -> None:
         """Apply a move. It must go down and overlap no other adapter."""
         content = self.contents.pop(move.key)
         assert (content.start, content.units) == (move.source, move.units)
@@ -517,21 +517,28 @@ class Machine(RuleBasedStateMachine):
         assert self.space.largest_hole == self.NUM_UNITS
 
 
-TestMachine = Machine.TestCase
+TestMachine = SpaceStateMachine.TestCase
 TestMachine.settings = settings(derandomize=True, deadline=None, max_examples=60, stateful_step_count=50)
 
-RULES = [Machine.allocate, Machine.finish_load, Machine.free, Machine.compact, Machine.step, Machine.time_passes]
+RULES = [
+    SpaceStateMachine.allocate,
+    SpaceStateMachine.finish_load,
+    SpaceStateMachine.free,
+    SpaceStateMachine.compact,
+    SpaceStateMachine.step,
+    SpaceStateMachine.advance_random_worker,
+]
 
 
-class SlowMachine(Machine):
-    """A `Machine` with a small limit for moves per step."""
+class SlowSpaceStateMachine(SpaceStateMachine):
+    """A `SpaceStateMachine` with a small limit for moves per step."""
 
     MOST_MOVED = 4
 
 
-@pytest.mark.parametrize("kind", [Machine, SlowMachine])
+@pytest.mark.parametrize("kind", [SpaceStateMachine, SlowSpaceStateMachine])
 @pytest.mark.parametrize("seed", slow_except(range(3), range(10)))
-def test_random_operations_keep_invariants(seed: int, kind: type[Machine]) -> None:
+def test_random_operations_keep_invariants(seed: int, kind: type[SpaceStateMachine]) -> None:
     """Run the state machine's rules in random mixes, much faster than hypothesis."""
     rng = random.Random(seed)
     for _ in range(50):

@@ -23,7 +23,7 @@ from lorax_server.engine.adapters.table import MAX_PREPARING, AdapterTable
 from lorax_server.errors import AdapterError, InputError, LoraxError, SourceError
 from lorax_server.plan import AdapterOp, Drop, Load, Prepare, Prepared, Unload
 from lorax_server.types import AdapterRef, AdapterStage, Merge
-from tests.engine.fake_workers import UNIT_BYTES, VOCAB, World, make_capabilities, make_spec
+from tests.engine.fake_workers import UNIT_BYTES, VOCAB, EngineSimulation, make_capabilities, make_spec
 from tests.grids import slow_except
 
 
@@ -43,7 +43,7 @@ class TableHarness:
         self.loading: list[int] = []
         self.ops: list[AdapterOp] = []
 
-    def know(self, **sizes: int) -> None:
+    def register(self, **sizes: int) -> None:
         for identity, units in sizes.items():
             self.table.register(make_spec(identity, units), prefetch=False)
 
@@ -120,7 +120,7 @@ class TableHarness:
 def test_adapter_moves_from_disk_to_device() -> None:
     harness = TableHarness()
     assert harness.state("a") == [None]
-    harness.know(a=3)
+    harness.register(a=3)
     assert harness.state("a") == [AdapterStage.DISK]
     harness.request("a")
     assert [type(op) for op in harness.step(prepare=False)] == [Prepare]
@@ -160,7 +160,7 @@ def test_base_model_is_always_loaded() -> None:
 
 def test_adapters_need_device_memory() -> None:
     with pytest.raises(AdapterError, match="does not support adapters"):
-        TableHarness(units=0).know(a=1)
+        TableHarness(units=0).register(a=1)
 
 
 def test_unknown_adapter_is_rejected() -> None:
@@ -173,7 +173,7 @@ def test_unknown_adapter_is_rejected() -> None:
 
 def test_device_evicts_least_recently_used() -> None:
     harness = TableHarness(units=10)
-    harness.know(a=4, b=4, c=4)
+    harness.register(a=4, b=4, c=4)
     harness.use("a", "b", "a")
     harness.use("c")
     assert harness.on_device == {"a", "c"}
@@ -185,7 +185,7 @@ def test_device_evicts_least_recently_used() -> None:
 
 def test_index_is_reused() -> None:
     harness = TableHarness(units=10)
-    harness.know(a=4, b=4, c=4)
+    harness.register(a=4, b=4, c=4)
     harness.use("a", "b", "c")
     assert [op.index for op in harness.ops if isinstance(op, Load)] == [1, 2, 1]
     assert [op for op in harness.ops if isinstance(op, Unload)] == [Unload(1)]
@@ -194,7 +194,7 @@ def test_index_is_reused() -> None:
 def test_device_evicts_if_indices_run_out() -> None:
     harness = TableHarness(units=1000, max_adapters=3)
     names = [f"adapter-{number}" for number in range(8)]
-    harness.know(**dict.fromkeys(names, 2))
+    harness.register(**dict.fromkeys(names, 2))
     for name in names:
         harness.use(name)
         assert name in harness.on_device
@@ -206,7 +206,7 @@ def test_device_evicts_if_indices_run_out() -> None:
 
 def test_waiting_adapter_gets_index_of_draining_adapter() -> None:
     harness = TableHarness(units=1000, max_adapters=1, eviction_delay_s=1.0)
-    harness.know(a=2, b=2)
+    harness.register(a=2, b=2)
     harness.request("a")
     harness.steps()
     harness.start("a")
@@ -220,7 +220,7 @@ def test_waiting_adapter_gets_index_of_draining_adapter() -> None:
 
 def test_load_fails_if_pinned_adapters_use_all_indices() -> None:
     harness = TableHarness(units=1000, max_adapters=1)
-    harness.know(pinned=2, a=2)
+    harness.register(pinned=2, a=2)
     harness.table.request_load("pinned", pin=True)
     harness.steps()
     harness.request("a")
@@ -232,7 +232,7 @@ def test_load_fails_if_pinned_adapters_use_all_indices() -> None:
 
 def test_host_evicts_least_recently_used() -> None:
     harness = TableHarness(units=100, host=10)
-    harness.know(a=4, b=4, c=4)
+    harness.register(a=4, b=4, c=4)
     harness.use("a", "b", "a", "c")
     assert harness.on_host == {"a", "c"}
     assert harness.on_device == {"a", "b", "c"}
@@ -242,24 +242,24 @@ def test_host_evicts_least_recently_used() -> None:
 
 def test_evicted_adapter_without_host_copy_is_prepared_again() -> None:
     harness = TableHarness(units=8, host=4)
-    harness.know(a=4, b=4, c=4)
+    harness.register(a=4, b=4, c=4)
     harness.use("a", "b", "c", "a")
     assert Counter(op.spec.identity for op in harness.ops if isinstance(op, Prepare)) == {"a": 2, "b": 1, "c": 1}
 
 
-def test_adapter_larger_than_host_memory_is_rejected_unread() -> None:
+def test_adapter_larger_than_host_memory_is_rejected_before_reading() -> None:
     harness = TableHarness(units=30, host=10)
     with pytest.raises(AdapterError, match="'big': may need 44 bytes"):
-        harness.know(big=11)
+        harness.register(big=11)
     assert harness.table.state("big") is None
-    harness.know(a=10)
+    harness.register(a=10)
     harness.use("a")
     assert harness.on_device == {"a"}
 
 
 def test_moved_adapter_is_prepared_from_new_folder() -> None:
     harness = TableHarness()
-    harness.know(a=4)
+    harness.register(a=4)
     harness.table.add_request("a")
     harness.table.ensure_loaded("a")
     harness.step(prepare=False)
@@ -272,7 +272,7 @@ def test_moved_adapter_is_prepared_from_new_folder() -> None:
 
 def test_adapter_larger_than_estimate_evicts_other_adapters() -> None:
     harness = TableHarness(host=10)
-    harness.know(a=5, b=5)
+    harness.register(a=5, b=5)
     harness.use("a")
     harness.request("b")
     harness.step(prepare=False)
@@ -283,7 +283,7 @@ def test_adapter_larger_than_estimate_evicts_other_adapters() -> None:
 
 def test_pinned_adapter_is_not_evicted() -> None:
     harness = TableHarness(units=10)
-    harness.know(pinned=4, a=4, b=4, c=6)
+    harness.register(pinned=4, a=4, b=4, c=6)
     harness.table.request_load("pinned", pin=True)
     assert harness.steps() == ["pinned"]
     harness.now = 100.0
@@ -293,7 +293,7 @@ def test_pinned_adapter_is_not_evicted() -> None:
 
 def test_load_of_loaded_adapter_completes_immediately() -> None:
     harness = TableHarness()
-    harness.know(a=4)
+    harness.register(a=4)
     harness.table.request_load("a", pin=False)
     assert harness.steps() == ["a"]
     harness.table.request_load("a", pin=True)
@@ -304,7 +304,7 @@ def test_load_of_loaded_adapter_completes_immediately() -> None:
 
 def test_unpinned_load_can_be_evicted() -> None:
     harness = TableHarness(units=6)
-    harness.know(a=4, b=4)
+    harness.register(a=4, b=4)
     harness.table.request_load("a", pin=False)
     harness.steps()
     harness.use("b")
@@ -313,7 +313,7 @@ def test_unpinned_load_can_be_evicted() -> None:
 
 def test_load_fails_if_pinned_adapters_use_memory() -> None:
     harness = TableHarness(units=10)
-    harness.know(pinned=6, a=5, b=4)
+    harness.register(pinned=6, a=5, b=4)
     harness.table.request_load("pinned", pin=True)
     harness.steps()
     harness.request("a", "b")
@@ -332,7 +332,7 @@ def test_load_fails_if_pinned_adapters_use_memory() -> None:
 
 def test_adapter_larger_than_device_is_rejected() -> None:
     harness = TableHarness(units=10)
-    harness.know(big=11)
+    harness.register(big=11)
     harness.table.request_load("big", pin=True)
     assert harness.steps() == []
     [(identity, error)] = harness.table.pop_failed()
@@ -343,7 +343,7 @@ def test_adapter_larger_than_device_is_rejected() -> None:
 
 def test_failed_adapter_is_rejected_until_retry() -> None:
     harness = TableHarness(retry_s=10.0)
-    harness.know(a=4)
+    harness.register(a=4)
     harness.request("a")
     harness.step(prepare=False)
     harness.finish_prepare("a", SourceError("gone"))
@@ -364,7 +364,7 @@ def test_failed_adapter_is_rejected_until_retry() -> None:
 
 def test_failed_load_clears_pin() -> None:
     harness = TableHarness(units=6, retry_s=10.0)
-    harness.know(a=4, b=4)
+    harness.register(a=4, b=4)
     harness.table.request_load("a", pin=True)
     harness.step(prepare=False)
     harness.finish_prepare("a", AdapterError("damaged"))
@@ -388,7 +388,7 @@ def test_resolved_adapter_is_prefetched() -> None:
 def test_waiting_adapter_is_prepared_before_prefetch() -> None:
     harness = TableHarness()
     harness.table.register(make_spec("named", 4))
-    harness.know(**{f"w{i}": 1 for i in range(MAX_PREPARING)})
+    harness.register(**{f"w{i}": 1 for i in range(MAX_PREPARING)})
     harness.request(*(f"w{i}" for i in range(MAX_PREPARING)))
     ops = harness.step()
     assert [op.spec.identity for op in ops if isinstance(op, Prepare)] == [f"w{i}" for i in range(MAX_PREPARING)]
@@ -398,7 +398,7 @@ def test_waiting_adapter_is_prepared_before_prefetch() -> None:
 
 def test_prefetch_evicts_only_if_enough_memory_can_be_freed() -> None:
     harness = TableHarness(units=100, host=10)
-    harness.know(idle=5, busy=5)
+    harness.register(idle=5, busy=5)
     harness.use("idle")
     harness.request("busy")
     harness.steps()
@@ -414,7 +414,7 @@ def test_prefetch_evicts_only_if_enough_memory_can_be_freed() -> None:
 
 def test_concurrent_preparations_are_limited() -> None:
     harness = TableHarness()
-    harness.know(**{f"a{i}": 1 for i in range(MAX_PREPARING + 2)})
+    harness.register(**{f"a{i}": 1 for i in range(MAX_PREPARING + 2)})
     harness.request(*(f"a{i}" for i in range(MAX_PREPARING + 2)))
     harness.step(prepare=False)
     harness.step(prepare=False)
@@ -426,7 +426,7 @@ def test_concurrent_preparations_are_limited() -> None:
 
 def test_adapters_load_in_arrival_order() -> None:
     harness = TableHarness(units=4, host=100)
-    harness.know(a=4, b=4, c=1)
+    harness.register(a=4, b=4, c=1)
     harness.request("a")
     harness.steps()
     harness.start("a")
@@ -441,7 +441,7 @@ def test_adapters_load_in_arrival_order() -> None:
 
 def test_unload_of_idle_adapter_evicts_immediately() -> None:
     harness = TableHarness()
-    harness.know(a=4)
+    harness.register(a=4)
     harness.table.request_load("a", pin=True)
     harness.steps()
     harness.table.unload_when_idle("a")
@@ -453,7 +453,7 @@ def test_unload_of_idle_adapter_evicts_immediately() -> None:
 
 def test_unload_during_requests_evicts_after_them() -> None:
     harness = TableHarness()
-    harness.know(a=4)
+    harness.register(a=4)
     harness.request("a", "a")
     harness.steps()
     harness.start("a")
@@ -469,7 +469,7 @@ def test_unload_during_requests_evicts_after_them() -> None:
 
 def test_request_after_unload_keeps_adapter() -> None:
     harness = TableHarness()
-    harness.know(a=4)
+    harness.register(a=4)
     harness.request("a")
     harness.steps()
     harness.start("a")
@@ -482,7 +482,7 @@ def test_request_after_unload_keeps_adapter() -> None:
 
 def test_resolve_after_unload_keeps_adapter() -> None:
     harness = TableHarness()
-    harness.know(a=4)
+    harness.register(a=4)
     harness.table.unload_when_idle("a")
     harness.table.register(make_spec("a", 4))
     harness.steps()
@@ -492,7 +492,7 @@ def test_resolve_after_unload_keeps_adapter() -> None:
 @pytest.mark.parametrize("steps", [1, 2])
 def test_unload_during_load_evicts_after_load(steps: int) -> None:
     harness = TableHarness()
-    harness.know(a=4)
+    harness.register(a=4)
     harness.table.request_load("a", pin=True)
     for _ in range(steps):  # still preparing or loading
         harness.step(prepare=steps == 2, load=False)
@@ -506,7 +506,7 @@ def test_unload_during_load_evicts_after_load(steps: int) -> None:
 
 def test_abort_during_load_does_not_block_next_request() -> None:
     harness = TableHarness()
-    harness.know(a=4)
+    harness.register(a=4)
     harness.request("a")
     harness.step()
     harness.step(load=False)
@@ -520,7 +520,7 @@ def test_abort_during_load_does_not_block_next_request() -> None:
 
 def test_new_adapter_is_protected_until_first_run() -> None:
     harness = TableHarness(units=4, eviction_delay_s=1.0)
-    harness.know(a=4, b=4)
+    harness.register(a=4, b=4)
     harness.request("a", "b")
     assert harness.steps() == ["a"]
     harness.now = UNUSED_ADAPTER_PROTECTION_S - 0.1
@@ -534,7 +534,7 @@ def test_new_adapter_is_protected_until_first_run() -> None:
 def test_protection_of_unused_adapter_expires() -> None:
     """A request that never runs must not block all other adapters."""
     harness = TableHarness(units=4, eviction_delay_s=1.0)
-    harness.know(a=4, b=4)
+    harness.register(a=4, b=4)
     harness.now = 50.0
     harness.request("a")
     assert harness.steps() == ["a"]
@@ -557,7 +557,7 @@ def test_protection_of_unused_adapter_expires() -> None:
 
 def test_draining_unused_adapter_is_not_protected() -> None:
     harness = TableHarness(units=4, eviction_delay_s=1.0)
-    harness.know(a=4, b=4)
+    harness.register(a=4, b=4)
     harness.request("a")
     harness.steps()
     harness.start("a")
@@ -581,16 +581,16 @@ def test_draining_unused_adapter_is_not_protected() -> None:
 
 def test_adapter_without_requests_is_not_protected() -> None:
     harness = TableHarness(units=4)
-    harness.know(a=4, b=4)
+    harness.register(a=4, b=4)
     harness.request("a", "b")
     harness.steps()
     harness.table.remove_request("a", has_started=False)
     assert harness.steps() == ["b"]
 
 
-def test_wanted_adapter_is_evicted_only_for_overdue_adapter() -> None:
+def test_adapter_with_requests_is_evicted_only_for_overdue_adapter() -> None:
     harness = TableHarness(units=4, eviction_delay_s=1.0)
-    harness.know(a=4, b=4)
+    harness.register(a=4, b=4)
     harness.use("a")
     harness.request("a", "b")  # the first request is ready
     harness.now = 0.5
@@ -603,7 +603,7 @@ def test_wanted_adapter_is_evicted_only_for_overdue_adapter() -> None:
 
 def test_overdue_adapter_triggers_advance() -> None:
     harness = TableHarness(units=4, eviction_delay_s=1.0)
-    harness.know(a=4, b=4)
+    harness.register(a=4, b=4)
     harness.use("a")
     harness.request("a", "b")
     harness.now = 0.9
@@ -617,7 +617,7 @@ def test_overdue_adapter_triggers_advance() -> None:
 
 def test_busy_adapter_drains_for_overdue_adapter() -> None:
     harness = TableHarness(units=8, eviction_delay_s=1.0)
-    harness.know(a=4, b=4, c=4)
+    harness.register(a=4, b=4, c=4)
     harness.request("a", "b", "c")
     harness.steps()
     harness.start("b", "a")  # so `b` was used less recently
@@ -644,7 +644,7 @@ def test_busy_adapter_drains_for_overdue_adapter() -> None:
 
 def test_draining_stops_if_not_needed() -> None:
     harness = TableHarness(units=4, eviction_delay_s=1.0)
-    harness.know(a=4, b=4)
+    harness.register(a=4, b=4)
     harness.request("a", "b")
     harness.steps()
     harness.start("a")
@@ -658,7 +658,7 @@ def test_draining_stops_if_not_needed() -> None:
 
 def test_pin_stops_draining() -> None:
     harness = TableHarness(units=8, eviction_delay_s=1.0)
-    harness.know(a=4, b=4, c=4)
+    harness.register(a=4, b=4, c=4)
     harness.request("a", "b", "c")
     harness.steps()
     harness.start("a", "b")
@@ -675,7 +675,7 @@ def test_pin_stops_draining() -> None:
 
 def test_adapter_without_host_copy_stays_for_started_requests() -> None:
     harness = TableHarness(units=8, host=4, eviction_delay_s=1.0)
-    harness.know(a=4, b=4, c=4)
+    harness.register(a=4, b=4, c=4)
     harness.use("a", "b")  # so `a` has no host copy
     harness.request("a")
     harness.start("a")
@@ -691,7 +691,7 @@ def test_adapter_without_host_copy_stays_for_started_requests() -> None:
 
 def test_drained_adapter_without_host_copy_is_prepared_again() -> None:
     harness = TableHarness(units=4, host=4, eviction_delay_s=1.0)
-    harness.know(a=4, b=4)
+    harness.register(a=4, b=4)
     harness.use("a")
     harness.table.register(make_spec("b", 4))
     harness.steps()
@@ -712,7 +712,7 @@ def test_drained_adapter_without_host_copy_is_prepared_again() -> None:
 
 def test_host_copy_of_started_adapter_is_evicted_only_if_overdue() -> None:
     harness = TableHarness(units=8, host=4, eviction_delay_s=1.0)
-    harness.know(a=4, b=4)
+    harness.register(a=4, b=4)
     harness.request("a")
     harness.steps()
     harness.start("a")
@@ -728,7 +728,7 @@ def test_host_copy_of_started_adapter_is_evicted_only_if_overdue() -> None:
 def test_freed_host_memory_is_reserved_for_overdue_adapter() -> None:
     """Two adapters alternate on the device. Without the reservation, a third would starve."""
     harness = TableHarness(units=4, host=6, eviction_delay_s=1.0)
-    harness.know(a=3, b=3, c=4)
+    harness.register(a=3, b=3, c=4)
     harness.request("a")
     harness.steps()
     harness.start("a")
@@ -748,7 +748,7 @@ def test_freed_host_memory_is_reserved_for_overdue_adapter() -> None:
 
 def test_only_copy_of_started_adapter_is_kept() -> None:
     harness = TableHarness(units=4, host=8, eviction_delay_s=1.0)
-    harness.know(a=4, b=4, c=4)
+    harness.register(a=4, b=4, c=4)
     harness.request("a")
     harness.steps()
     harness.start("a")
@@ -771,7 +771,7 @@ def test_same_content_is_read_from_new_folder() -> None:
     harness.steps()
     harness.table.register(moved)  # although it is in host memory
     assert len(harness.ops) == 1
-    harness.know(b=4)
+    harness.register(b=4)
     harness.use("b")
     assert harness.on_host == {"b"}
     harness.use("a")
@@ -793,14 +793,14 @@ def test_new_folder_clears_failure() -> None:
     assert harness.on_device == {"a"}
 
 
-def test_registry_evicts_least_recently_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registry_evicts_least_recently_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "MAX_KNOWN_ADAPTERS", 3)
     harness = TableHarness()
-    harness.know(a=1, b=1, c=1)
+    harness.register(a=1, b=1, c=1)
     harness.use("a")
     harness.request("b")
     harness.table.register(make_spec("c", 1))
-    harness.know(d=1, e=1, f=1, g=1)
+    harness.register(d=1, e=1, f=1, g=1)
     assert harness.state("a", "b", "c", "d") == [AdapterStage.DEVICE, AdapterStage.DISK, None, None]
     harness.steps()
     assert harness.state("b") == [AdapterStage.DEVICE]
@@ -812,7 +812,7 @@ def test_registry_limits_idle_merges(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "MAX_MERGES", 2)
     harness = TableHarness()
     merges = [replace(make_spec(f"m{number}", 1), merge=Merge((1.0, 0.5))) for number in range(50)]
-    harness.know(x=1, y=1, z=1)
+    harness.register(x=1, y=1, z=1)
     harness.table.register(merges[0])
     harness.use("m0")
     for spec in merges:
@@ -826,7 +826,7 @@ def test_registry_limits_idle_merges(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_list_adapters_returns_requested_adapters() -> None:
     harness = TableHarness()
-    harness.know(a=1, b=1, c=1)
+    harness.register(a=1, b=1, c=1)
     assert [each.identity for each in harness.table.list_adapters(["c", "nobody", "a"])] == ["c", "a"]
     with pytest.raises(InputError, match=r"at most 2000 adapters can be listed per call \(got 2001\)"):
         harness.table.list_adapters(["a"] * 2001)
@@ -834,7 +834,7 @@ def test_list_adapters_returns_requested_adapters() -> None:
 
 def test_has_events_until_events_are_popped() -> None:
     harness = TableHarness(units=4)
-    harness.know(a=4, b=4)
+    harness.register(a=4, b=4)
     has_events = [harness.table.has_events]
     harness.request("a")
     has_events.append(harness.table.has_events)
@@ -853,7 +853,7 @@ def test_has_events_until_events_are_popped() -> None:
     assert harness.steps() == ["b"]
 
 
-KINDS_OF_WAITING = [
+WAITING_CASES = [
     "to load",
     "to load where nothing leaves",
     "to load where half run",
@@ -866,8 +866,8 @@ KINDS_OF_WAITING = [
 @pytest.mark.parametrize(
     ("kind", "limit"),
     [
-        *((kind, "units") for kind in KINDS_OF_WAITING),
-        *(pytest.param(kind, "indices", marks=pytest.mark.slow) for kind in KINDS_OF_WAITING[:4]),
+        *((kind, "units") for kind in WAITING_CASES),
+        *(pytest.param(kind, "indices", marks=pytest.mark.slow) for kind in WAITING_CASES[:4]),
     ],
 )
 def test_advance_scales_linearly_with_waiting_adapters(kind: str, limit: str) -> None:
@@ -880,7 +880,7 @@ def test_advance_scales_linearly_with_waiting_adapters(kind: str, limit: str) ->
         else:
             harness = TableHarness(units=3 * number, host=host, max_adapters=number)
         for i in range(number):
-            harness.know(**{f"old{i}": 1, f"new{i}": 1})
+            harness.register(**{f"old{i}": 1, f"new{i}": 1})
         olds, news = [f"old{i}" for i in range(number)], [f"new{i}" for i in range(number)]
         harness.request(*olds)
         while len(harness.on_device) < number:
@@ -930,167 +930,167 @@ def count_lines(call: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2])
 def test_idle_engine_loads_adapter(max_steps_in_flight: int) -> None:
-    world = World(10, 10, max_steps_in_flight=max_steps_in_flight)
+    simulation = EngineSimulation(10, 10, max_steps_in_flight=max_steps_in_flight)
     for name in "abcd":
-        world.put(name, 1, 4)
-        submitted = world.submit(name, [1, 2, 3])
-        world.finish(100)
+        simulation.put(name, 1, 4)
+        submitted = simulation.submit(name, [1, 2, 3])
+        simulation.finish(100)
         assert submitted.failure is None
-    world.check_all_memory_is_released()
+    simulation.check_all_memory_is_released()
 
 
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2])
 def test_no_empty_steps_during_load(max_steps_in_flight: int) -> None:
-    world = World(10, 10, max_steps_in_flight=max_steps_in_flight, most_turns=0)
-    world.put("a", 1, 4)
-    load = world.workers._load
+    simulation = EngineSimulation(10, 10, max_steps_in_flight=max_steps_in_flight, most_turns=0)
+    simulation.put("a", 1, 4)
+    load = simulation.workers._load
 
     def load_slowly(identity: str, index: int, first_unit: int) -> None:
         load(identity, index, first_unit)
-        world.workers._loads[index].turns_left = 50
+        simulation.workers._loads[index].turns_left = 50
 
-    world.workers._load = load_slowly  # type: ignore[method-assign]
-    submitted = world.submit("a", [1, 2, 3], num_tokens=3)
-    world.finish(100)
-    assert world.num_turns > 50
+    simulation.workers._load = load_slowly  # type: ignore[method-assign]
+    submitted = simulation.submit("a", [1, 2, 3], num_tokens=3)
+    simulation.finish(100)
+    assert simulation.num_advances > 50
     assert submitted.failure is None
-    steps = world.engine.status().steps
+    steps = simulation.engine.status().steps
     assert steps <= 2 + 3 + max_steps_in_flight, "one to prepare it, one to load it, and its own"
-    world.check_all_memory_is_released()
+    simulation.check_all_memory_is_released()
 
 
 def test_resolve_needs_no_step() -> None:
-    world = World(10, 10)
-    world.put("a", 1, 4)
-    finish_prepare = world.engine.resolve([AdapterRef("local", "a")])
+    simulation = EngineSimulation(10, 10)
+    simulation.put("a", 1, 4)
+    finish_prepare = simulation.engine.resolve([AdapterRef("local", "a")])
     assert finish_prepare.done()
-    assert world.engine.status().steps == 0
-    world.submit("a", [1, 2, 3])
-    world._add_resolved()  # before any step
-    assert world.engine.has_work
-    world.finish(100)
-    world.check_all_memory_is_released()
+    assert simulation.engine.status().steps == 0
+    simulation.submit("a", [1, 2, 3])
+    simulation._add_resolved()  # before any step
+    assert simulation.engine.has_work
+    simulation.finish(100)
+    simulation.check_all_memory_is_released()
 
 
 def test_resolve_starts_prefetch() -> None:
-    world = World(10, 10)
-    world.put("a", 1, 4)
-    world.engine.resolve([AdapterRef("local", "a")])
-    world.settle()
-    assert world.table.state("a@1") is AdapterStage.HOST
+    simulation = EngineSimulation(10, 10)
+    simulation.put("a", 1, 4)
+    simulation.engine.resolve([AdapterRef("local", "a")])
+    simulation.run_until_idle()
+    assert simulation.table.state("a@1") is AdapterStage.HOST
 
 
 @pytest.mark.parametrize("method", ["load", "unload", "list_adapters"])
 def test_resolved_adapter_is_usable_before_next_step(method: str) -> None:
-    world = World(10, 10)
-    world.put("a", 1, 4)
-    identity = world.engine.resolve([AdapterRef("local", "a")]).result().identity
-    found = getattr(world.engine, method)([identity] if method == "list_adapters" else identity)
-    assert world.table.state(identity) is AdapterStage.DISK
+    simulation = EngineSimulation(10, 10)
+    simulation.put("a", 1, 4)
+    identity = simulation.engine.resolve([AdapterRef("local", "a")]).result().identity
+    found = getattr(simulation.engine, method)([identity] if method == "list_adapters" else identity)
+    assert simulation.table.state(identity) is AdapterStage.DISK
     if method == "list_adapters":
         assert [state.identity for state in found] == [identity]
     if method == "load":
-        world.settle()
+        simulation.run_until_idle()
         assert found.done()
         assert found.exception() is None
 
 
 def test_resolve_rejects_adapter_larger_than_host_memory() -> None:
-    world = World(10, 10)
-    world.put("a", 1, 11)
-    error = world.engine.resolve([AdapterRef("local", "a")]).exception()
+    simulation = EngineSimulation(10, 10)
+    simulation.put("a", 1, 11)
+    error = simulation.engine.resolve([AdapterRef("local", "a")]).exception()
     assert isinstance(error, AdapterError)
     assert "adapter_host_bytes" in str(error)
-    assert world.engine.list_adapters(["a@1"]) == []
+    assert simulation.engine.list_adapters(["a@1"]) == []
 
 
-def tier_of(world: World, *names: str) -> str:
+def tier_of(simulation: EngineSimulation, *names: str) -> str:
     refs = [AdapterRef("local", name) for name in names]
-    return world.engine.resolve(refs, Merge((1.0,) * len(names)) if len(names) > 1 else None).result().tier
+    return simulation.engine.resolve(refs, Merge((1.0,) * len(names)) if len(names) > 1 else None).result().tier
 
 
 def test_resolve_reports_tier() -> None:
-    world = World(10, 10, most_turns=0)
+    simulation = EngineSimulation(10, 10, most_turns=0)
     for name in "ab":
-        world.put(name, 1, 4)
-    assert tier_of(world, "a") == "disk"
-    world.settle()
-    assert tier_of(world, "a") == "host"
-    world.engine.load("a@1")
-    world.settle()
-    assert tier_of(world, "a") == "device"
-    assert tier_of(world, "b") == "disk"
-    world.names.is_new = True
-    assert tier_of(world, "a") == "fetched"
-    world.names.is_new = False
-    world.workers.failing["b@1"] = 1
-    world.settle()
-    assert world.table.state("b@1") is AdapterStage.FAILED
-    assert tier_of(world, "b") == "disk"
+        simulation.put(name, 1, 4)
+    assert tier_of(simulation, "a") == "disk"
+    simulation.run_until_idle()
+    assert tier_of(simulation, "a") == "host"
+    simulation.engine.load("a@1")
+    simulation.run_until_idle()
+    assert tier_of(simulation, "a") == "device"
+    assert tier_of(simulation, "b") == "disk"
+    simulation.names.is_new = True
+    assert tier_of(simulation, "a") == "fetched"
+    simulation.names.is_new = False
+    simulation.workers.failing["b@1"] = 1
+    simulation.run_until_idle()
+    assert simulation.table.state("b@1") is AdapterStage.FAILED
+    assert tier_of(simulation, "b") == "disk"
 
 
 def test_resolve_reports_slowest_tier_of_merge() -> None:
-    world = World(30, 30, most_turns=0)
+    simulation = EngineSimulation(30, 30, most_turns=0)
     for name in "abc":
-        world.put(name, 1, 4)
+        simulation.put(name, 1, 4)
     for name in "ab":
-        world.engine.resolve([AdapterRef("local", name)])
-    world.engine.load("a@1")
-    world.settle()
-    assert tier_of(world, "a", "a") == "device"
-    assert tier_of(world, "a", "b") == "host"
-    assert tier_of(world, "b", "c", "a") == "disk"
-    world.settle()
-    assert tier_of(world, "b", "c", "a") == "host", "it is there itself by now, though one of its parts is not"
+        simulation.engine.resolve([AdapterRef("local", name)])
+    simulation.engine.load("a@1")
+    simulation.run_until_idle()
+    assert tier_of(simulation, "a", "a") == "device"
+    assert tier_of(simulation, "a", "b") == "host"
+    assert tier_of(simulation, "b", "c", "a") == "disk"
+    simulation.run_until_idle()
+    assert tier_of(simulation, "b", "c", "a") == "host", "it is there itself by now, though one of its parts is not"
 
 
 def test_idle_engine_compacts_for_load() -> None:
     for max_steps_in_flight in (1, 2):
-        world = World(10, 30, max_steps_in_flight=max_steps_in_flight, most_turns=0)
+        simulation = EngineSimulation(10, 30, max_steps_in_flight=max_steps_in_flight, most_turns=0)
         for name, units in (("a", 2), ("b", 3), ("c", 2), ("d", 3), ("e", 4)):
-            world.put(name, 1, units)
+            simulation.put(name, 1, units)
         for name in "abcd":
-            world.submit(name, [1])
-            world.finish(100)
-        pins = [world.engine.load(f"{name}@1", pin=True) for name in "bd"]
-        world.settle()
-        world.submit("e", [1])
-        world.finish(100)
+            simulation.submit(name, [1])
+            simulation.finish(100)
+        pins = [simulation.engine.load(f"{name}@1", pin=True) for name in "bd"]
+        simulation.run_until_idle()
+        simulation.submit("e", [1])
+        simulation.finish(100)
         assert all(pin.result(0) is None for pin in pins)
-        assert world.table.counters.adapter_moves == 1
+        assert simulation.table.counters.adapter_moves == 1
 
 
 def test_unload_fails_pending_load() -> None:
-    world = World(10, 10)
-    world.put("a", 1, 4)
-    world.submit("a", [1])
-    world.finish(100)
-    world.engine.unload("a@1")
-    world.settle()
-    loading = world.engine.load("a@1")
-    world.turn()
-    world.engine.unload("a@1")
+    simulation = EngineSimulation(10, 10)
+    simulation.put("a", 1, 4)
+    simulation.submit("a", [1])
+    simulation.finish(100)
+    simulation.engine.unload("a@1")
+    simulation.run_until_idle()
+    loading = simulation.engine.load("a@1")
+    simulation.advance()
+    simulation.engine.unload("a@1")
     with pytest.raises(AdapterError, match="was unloaded"):
         loading.result(0)
-    world.check_all_memory_is_released()
+    simulation.check_all_memory_is_released()
 
 
 def test_load_future_completes() -> None:
-    world = World(10, 20)
-    world.put("a", 1, 4)
-    world.put("big", 1, 11)
-    refused = world.engine.load("a@1")
+    simulation = EngineSimulation(10, 20)
+    simulation.put("a", 1, 4)
+    simulation.put("big", 1, 11)
+    refused = simulation.engine.load("a@1")
     with pytest.raises(AdapterError, match="resolve its name again"):
         refused.result(0)
     for name in ("a", "big"):
-        world.engine.resolve([AdapterRef("local", name)])
-    world.settle()
-    well, badly = world.engine.load("a@1", pin=True), world.engine.load("big@1")
-    world.settle()
+        simulation.engine.resolve([AdapterRef("local", name)])
+    simulation.run_until_idle()
+    well, badly = simulation.engine.load("a@1", pin=True), simulation.engine.load("big@1")
+    simulation.run_until_idle()
     assert well.result(0) is None
     with pytest.raises(AdapterError, match="needs 44 bytes"):
         badly.result(0)
-    assert world.engine.status().adapters_on_device == 1
+    assert simulation.engine.status().adapters_on_device == 1
 
 
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2])
@@ -1100,51 +1100,51 @@ def test_cold_adapters_are_served_under_load(max_steps_in_flight: int, host_unit
     """Serve each cold adapter within a bounded number of steps, repeatedly."""
     for seed in range(4):
         slots = 3 + 4 * (seed % 2)  # few slots cause preemptions; many let all sequences run
-        world = World(
+        simulation = EngineSimulation(
             6, host_units, max_steps_in_flight=max_steps_in_flight, seed=seed, num_blocks=8 * slots, max_num_seqs=slots
         )
         for name in "ab" + cold:
-            world.put(name, 1, 3)
+            simulation.put(name, 1, 3)
         rng = random.Random(seed)
         waiting: dict[int, tuple[Any, int]] = {}
         served: Counter[str] = Counter()
         for turn in range(400):
             for name in "ab":
-                if sum(submitted.identity == f"{name}@1" for submitted in world.open.values()) < 4:
-                    world.submit(name, [rng.randrange(VOCAB) for _ in range(5)], rng.randint(2, 9))
+                if sum(submitted.identity == f"{name}@1" for submitted in simulation.open.values()) < 4:
+                    simulation.submit(name, [rng.randrange(VOCAB) for _ in range(5)], rng.randint(2, 9))
             for place, name in enumerate(cold):
                 if place not in waiting:
-                    waiting[place] = world.submit(name, [1, 2, 3], 3), turn
+                    waiting[place] = simulation.submit(name, [1, 2, 3], 3), turn
                 elif waiting[place][0].is_done:
                     assert waiting.pop(place)[0].failure is None
                     served[name] += 1
                 else:
                     assert turn - waiting[place][1] < 60 + 40 * len(cold), f"{name} is not served"
-            world.turn()
+            simulation.advance()
         assert min(served[name] for name in cold) >= 3
-        assert sum(submitted.is_done for submitted in world.submitted.values()) > 40
-        world.finish(500)
-        world.check_all_memory_is_released()
+        assert sum(submitted.is_done for submitted in simulation.submitted.values()) > 40
+        simulation.finish(500)
+        simulation.check_all_memory_is_released()
 
 
 # --- Load -------------------------------------------------------------------------------------------------------------
 
 
-def is_excused(world: World, spec: AdapterSpec, failure: str, was_pinned: bool) -> bool:
+def is_expected_failure(simulation: EngineSimulation, spec: AdapterSpec, failure: str, was_pinned: bool) -> bool:
     """Return True if a request may fail for this reason."""
     if "is damaged" in failure:
-        return spec.identity in world.workers.failing
+        return spec.identity in simulation.workers.failing
     if "bytes of host memory" in failure:
-        return spec.num_elements * UNIT_BYTES > world.host_bytes
+        return spec.num_elements * UNIT_BYTES > simulation.host_bytes
     assert "bytes of device memory" in failure, failure
-    return was_pinned or spec.num_elements > world.workers.capabilities.num_adapter_units
+    return was_pinned or spec.num_elements > simulation.workers.capabilities.num_adapter_units
 
 
-def play(seed: int, num_actions: int) -> tuple[World, Counter[str]]:
+def run_random_replacements(seed: int, num_actions: int) -> tuple[EngineSimulation, Counter[str]]:
     """Replace adapters at random while requesting them, with space for a few adapters."""
     rng = random.Random(seed)
     num_units = rng.choice([6, 10, 16])
-    world = World(
+    simulation = EngineSimulation(
         num_units,
         host_units=rng.choice([5, 10, 24]),
         max_steps_in_flight=rng.choice([1, 2]),
@@ -1162,9 +1162,9 @@ def play(seed: int, num_actions: int) -> tuple[World, Counter[str]]:
     def reload(name: str) -> None:
         versions[name] += 1
         units = num_units + 1 if rng.random() < 0.02 else rng.randint(1, num_units // 2 + 1)
-        spec = world.put(name, versions[name], units)
+        spec = simulation.put(name, versions[name], units)
         if rng.random() < 0.03:
-            world.workers.failing[spec.identity] = 1
+            simulation.workers.failing[spec.identity] = 1
 
     for name in names:
         reload(name)
@@ -1175,21 +1175,21 @@ def play(seed: int, num_actions: int) -> tuple[World, Counter[str]]:
             prompt = [*rng.choice(beginnings), *(rng.randrange(VOCAB) for _ in range(rng.choice([0, 0, 3])))]
             name = rng.choice([*names, None]) if rng.random() < 0.6 else names[0]
             options = {"tenant": rng.choice("ab")}
-            world.submit(name, prompt, rng.randint(1, 12), **options)
-        if rng.random() < 0.05 and world.open:
-            world.abort(rng.choice(list(world.open.values())))
-        for _ in range(rng.choice([0, 0, 1, 2, 4]) if len(world.open) < 12 else 6):
-            world.turn()
-    world.finish(300 + 200 * len(world.open))
+            simulation.submit(name, prompt, rng.randint(1, 12), **options)
+        if rng.random() < 0.05 and simulation.open:
+            simulation.abort(rng.choice(list(simulation.open.values())))
+        for _ in range(rng.choice([0, 0, 1, 2, 4]) if len(simulation.open) < 12 else 6):
+            simulation.advance()
+    simulation.finish(300 + 200 * len(simulation.open))
     done: Counter[str] = Counter()
-    for submitted in world.submitted.values():
+    for submitted in simulation.submitted.values():
         if submitted.failure is not None:
             assert submitted.spec is not None
-            assert is_excused(world, submitted.spec, submitted.failure, was_pinned=False)
+            assert is_expected_failure(simulation, submitted.spec, submitted.failure, was_pinned=False)
             done["failed"] += 1
         done["finished"] += not submitted.is_aborted and submitted.failure is None
-    world.check_all_memory_is_released()
-    scheduled, moved = world.scheduler.counters, world.table.counters
+    simulation.check_all_memory_is_released()
+    scheduled, moved = simulation.scheduler.counters, simulation.table.counters
     done["preemptions"] = scheduled.preemptions
     done["chunks"] = scheduled.chunks
     done["prefix_tokens"] = scheduled.prefix_tokens
@@ -1197,14 +1197,14 @@ def play(seed: int, num_actions: int) -> tuple[World, Counter[str]]:
     done["evicted_from_host"] = moved.adapters_evicted_from_host
     done["moves"] = moved.adapter_moves
     done["steps"] = scheduled.steps
-    return world, done
+    return simulation, done
 
 
 @pytest.mark.slow
 def test_reloads_never_produce_stale_tokens() -> None:
     done: Counter[str] = Counter()
     for seed in range(50):
-        done += play(seed, 200)[1]
+        done += run_random_replacements(seed, 200)[1]
     assert done["finished"] > 5000
     for what in ("preemptions", "chunks", "prefix_tokens", "evicted_from_device", "evicted_from_host", "moves"):
         assert done[what] > 100, done
@@ -1214,7 +1214,7 @@ def test_reloads_never_produce_stale_tokens() -> None:
 # --- Random operations ------------------------------------------------------------------------------------------------
 
 
-class Machine(RuleBasedStateMachine):
+class TableStateMachine(RuleBasedStateMachine):
     @initialize(
         num_units=st.integers(3, 10),
         host_units=st.integers(2, 12),
@@ -1236,7 +1236,7 @@ class Machine(RuleBasedStateMachine):
         most_turns: int,
         sizes: list[int],
     ) -> None:
-        self.world = World(
+        self.simulation = EngineSimulation(
             num_units,
             host_units,
             max_steps_in_flight=max_steps_in_flight,
@@ -1255,9 +1255,9 @@ class Machine(RuleBasedStateMachine):
     @rule(name=st.sampled_from("abcd"), units=st.sampled_from([1, 1, 2, 2, 3, 4, 5, 11]), fails=st.booleans())
     def replace(self, name: str, units: int, fails: bool) -> None:
         self.versions[name] += 1
-        spec = self.world.put(name, self.versions[name], units)
+        spec = self.simulation.put(name, self.versions[name], units)
         if fails and units % 2:
-            self.world.workers.failing[spec.identity] = 1
+            self.simulation.workers.failing[spec.identity] = 1
 
     @rule(
         name=st.sampled_from(["a", "a", "b", "c", "d", None]),
@@ -1266,77 +1266,79 @@ class Machine(RuleBasedStateMachine):
         tenant=st.sampled_from("ab"),
     )
     def submit(self, name: str | None, prompt: list[int], num_tokens: int, tenant: str) -> None:
-        self.world.submit(name, prompt, num_tokens, tenant=tenant)
+        self.simulation.submit(name, prompt, num_tokens, tenant=tenant)
 
     @rule(count=st.integers(1, 6))
-    def turns(self, count: int) -> None:
+    def advance(self, count: int) -> None:
         for _ in range(count):
-            self.world.turn()
+            self.simulation.advance()
 
     @rule(passes_s=st.sampled_from([0.5, 3.0, 10.0]))
     def time_passes(self, passes_s: float) -> None:
-        self.world.turn(passes_s)
+        self.simulation.advance(passes_s)
 
     @rule(which=st.integers(0, 59))
     def abort(self, which: int) -> None:
-        if self.world.open:
-            self.world.abort(list(self.world.open.values())[which % len(self.world.open)])
+        if self.simulation.open:
+            self.simulation.abort(list(self.simulation.open.values())[which % len(self.simulation.open)])
 
     @rule(which=st.integers(0, 59), pin=st.booleans())
     def load(self, which: int, pin: bool) -> None:
         identity = self.pick(which)
         if identity:
-            self.loads.append(self.world.engine.load(identity, pin))
+            self.loads.append(self.simulation.engine.load(identity, pin))
             self.was_pinned = self.was_pinned or pin
 
     @rule(which=st.integers(0, 59))
     def unload(self, which: int) -> None:
         identity = self.pick(which)
         if identity:
-            self.world.engine.unload(identity)
+            self.simulation.engine.unload(identity)
 
     def pick(self, which: int) -> str | None:
-        identities = sorted({submitted.identity for submitted in self.world.submitted.values()} - {""})
+        identities = sorted({submitted.identity for submitted in self.simulation.submitted.values()} - {""})
         return identities[which % len(identities)] if identities else None
 
     @invariant()
     def memory_is_accounted_for(self) -> None:
-        if not hasattr(self, "world"):
+        if not hasattr(self, "simulation"):
             return
-        world = self.world
-        world.check_tokens_so_far()
-        for sequence in world.scheduler._running:
+        simulation = self.simulation
+        simulation.check_tokens_so_far()
+        for sequence in simulation.scheduler._running:
             if sequence.request.adapter_identity:
-                resident = world.workers.residents[sequence.adapter_index]
+                resident = simulation.workers.residents[sequence.adapter_index]
                 assert resident.identity == sequence.request.adapter_identity
-        held = [block for sequence in world.scheduler._running for block in sequence.blocks]
-        assert world.pool.num_free == world.pool.num_blocks - len(set(held))
-        device = world.table._device
+        held = [block for sequence in simulation.scheduler._running for block in sequence.blocks]
+        assert simulation.pool.num_free == simulation.pool.num_blocks - len(set(held))
+        device = simulation.table._device
         space, on_device = device._space, device._entries.values()
         assert space.num_free_units == space.num_units - sum(each.units for each in on_device)
-        known = world.table._registry.entries.values()
-        assert world.table._host.bytes_used == sum(each.num_bytes for each in known)
+        known = simulation.table._registry.entries.values()
+        assert simulation.table._host.bytes_used == sum(each.num_bytes for each in known)
         for entry in known:
-            of = [each for each in world.scheduler._by_id.values() if each.request.adapter_identity == entry.identity]
+            of = [
+                each for each in simulation.scheduler._by_id.values() if each.request.adapter_identity == entry.identity
+            ]
             assert entry.num_requests == len(of)
             assert entry.num_started == sum(each.has_started for each in of)
             assert entry.num_running == sum(each.slot is not None for each in of)
         assert device._num_pinned_units == sum(each.units for each in on_device if each.is_pinned)
 
     def teardown(self) -> None:
-        if not hasattr(self, "world"):
+        if not hasattr(self, "simulation"):
             return
-        world = self.world
-        world.finish(100 + 100 * len(world.open))  # remaining requests
-        for submitted in world.submitted.values():
+        simulation = self.simulation
+        simulation.finish(100 + 100 * len(simulation.open))  # remaining requests
+        for submitted in simulation.submitted.values():
             if submitted.failure is not None:
                 assert submitted.spec is not None
-                assert is_excused(world, submitted.spec, submitted.failure, self.was_pinned)
-        world.settle()
+                assert is_expected_failure(simulation, submitted.spec, submitted.failure, self.was_pinned)
+        simulation.run_until_idle()
         assert all(load.done() for load in self.loads)
-        world.check_all_memory_is_released()
-        assert world.table._device._num_pinned_units == 0
+        simulation.check_all_memory_is_released()
+        assert simulation.table._device._num_pinned_units == 0
 
 
-TestMachine = Machine.TestCase
+TestMachine = TableStateMachine.TestCase
 TestMachine.settings = settings(max_examples=75, stateful_step_count=40, derandomize=True, deadline=None, database=None)

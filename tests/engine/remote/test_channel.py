@@ -139,7 +139,7 @@ FROM_ENGINE = {
 }
 
 
-def test_all_message_types_are_covered() -> None:
+def test_round_trip_tests_cover_all_message_types() -> None:
     assert set(TO_ENGINE) == set(messages.ToEngine.__args__)
     assert set(FROM_ENGINE) == set(messages.FromEngine.__args__)
 

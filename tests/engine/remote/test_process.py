@@ -18,10 +18,10 @@ from lorax_server.engine.remote.channel import EngineChannel
 from lorax_server.engine.remote.process import serve
 from lorax_server.errors import EngineError, InputError
 from lorax_server.types import AdapterRef, EngineStatus, Output, Resolved, SampledToken
-from tests.engine.fake_engine import FakeEngine, ask_for, fake_info
+from tests.engine.fake_engine import FakeEngine, fake_info, make_fake_request
 
 
-def one(request_id: int, token_id: int, logprob: Any) -> Output:
+def make_output(request_id: int, token_id: int, logprob: Any) -> Output:
     return Output(request_id, (SampledToken(token_id, logprob),))
 
 
@@ -103,7 +103,7 @@ def stop(peer: Peer) -> None:
 def test_outputs_and_rejections_share_one_message_per_step(waiting_peer: Peer) -> None:
     peer = waiting_peer
     for request_id, how in ((1, ""), (2, "refused"), (3, "")):
-        peer.send(messages.Add(ask_for(request_id, (7, 8), how)))
+        peer.send(messages.Add(make_fake_request(request_id, (7, 8), how)))
     peer.until_arrived(3)
     peer.start()
     tokens = []
@@ -120,7 +120,7 @@ def test_idle_engine_trims_memory_once(waiting_peer: Peer, monkeypatch: pytest.M
     monkeypatch.setattr(process, "trim_malloc", lambda: given_back.put(None))
     peer.start()
     given_back.get(timeout=60)
-    peer.send(messages.Add(ask_for(1, (7,))))
+    peer.send(messages.Add(make_fake_request(1, (7,))))
     assert isinstance(peer.receive(), messages.Outputs)
     given_back.get(timeout=60)
     stop(peer)
@@ -138,7 +138,7 @@ def test_unreadable_query_gets_error_reply(peer: Peer, caplog: pytest.LogCapture
 
 
 def test_unreadable_request_gets_error_output(peer: Peer) -> None:
-    whole = msgspec.msgpack.decode(messages.encode(messages.Add(ask_for(4))))
+    whole = msgspec.msgpack.decode(messages.encode(messages.Add(make_fake_request(4))))
     whole["request"]["stop"]["max_new_tokens"] = "many"
     peer.send_bytes(msgspec.msgpack.encode(whole))
     message = peer.receive()
@@ -161,7 +161,7 @@ def test_undecodable_message_stops_engine_with_reason(peer: Peer) -> None:
 
 
 def test_failing_engine_waits_for_acknowledgment(peer: Peer) -> None:
-    peer.send(messages.Add(ask_for(1, how="raise")))
+    peer.send(messages.Add(make_fake_request(1, how="raise")))
     received = [peer.receive(), peer.receive()]
     assert received[1] == messages.Failed("RuntimeError: boom \\udcff")
     assert peer.ended_with.empty()
@@ -172,7 +172,7 @@ def test_failing_engine_waits_for_acknowledgment(peer: Peer) -> None:
     assert peer._channel._is_acknowledged
 
 
-def test_report_from_another_thread_stops_engine(peer: Peer) -> None:
+def test_error_reported_by_another_thread_stops_engine(peer: Peer) -> None:
     error = EngineError("rank 1 ended")
     peer._channel.report(error)
     peer._channel.report(EngineError("and rank 2"))
@@ -198,10 +198,10 @@ def test_receive_error_stops_engine_with_reason(peer: Peer, monkeypatch: pytest.
 def test_idle_engine_steps_periodically(waiting_peer: Peer) -> None:
     peer = waiting_peer
     peer.engine.idle_s = 0.001
-    steps = iter([[], [], [one(1, 5, 0.0)]])
+    steps = iter([[], [], [make_output(1, 5, 0.0)]])
     peer.engine.step = lambda: next(steps, [])  # type: ignore[method-assign]
     peer.start()
-    assert peer.receive() == messages.Outputs([one(1, 5, 0.0)])
+    assert peer.receive() == messages.Outputs([make_output(1, 5, 0.0)])
     stop(peer)
 
 
@@ -231,7 +231,7 @@ def test_reply_from_another_thread_is_sent_immediately(waiting_peer: Peer) -> No
     stop(peer)
 
 
-def in_a_step(peer: Peer) -> threading.Event:
+def block_in_step(peer: Peer) -> threading.Event:
     """Block the engine inside a step until the returned event is set."""
     is_stepping, may_go_on, real_step = threading.Event(), threading.Event(), peer.engine.step
 
@@ -262,7 +262,7 @@ def in_a_step(peer: Peer) -> threading.Event:
 def test_resolve_is_handled_during_step(
     peer: Peer, message: messages.ToEngine, kind: type[messages.Reply[Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    may_go_on = in_a_step(peer)
+    may_go_on = block_in_step(peer)
     with caplog.at_level(logging.CRITICAL):
         peer.send(message)
         reply = peer.receive()
@@ -274,7 +274,7 @@ def test_resolve_is_handled_during_step(
 
 
 def test_status_query_waits_for_step(peer: Peer) -> None:
-    may_go_on = in_a_step(peer)
+    may_go_on = block_in_step(peer)
     peer.send(messages.GetStatus(1))
     peer.send(messages.Resolve(2, (AdapterRef("local", "poet"),)))
     assert isinstance(peer.receive(), messages.ResolveReply)
@@ -302,10 +302,10 @@ def test_message_during_step_wakes_engine(waiting_peer: Peer) -> None:
         peer.engine.wake.set()  # as another thread may do after the check in the step
         return next(steps, [])
 
-    steps = iter([[], [one(1, 5, 0.0)]])
+    steps = iter([[], [make_output(1, 5, 0.0)]])
     peer.engine.step = step  # type: ignore[method-assign]
     peer.start()
-    assert peer.receive() == messages.Outputs([one(1, 5, 0.0)])
+    assert peer.receive() == messages.Outputs([make_output(1, 5, 0.0)])
     stop(peer)
 
 

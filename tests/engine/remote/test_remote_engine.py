@@ -47,7 +47,7 @@ from lorax_server.types import (
     SamplingParams,
     StopParams,
 )
-from tests.engine.fake_engine import FakeConfig, ask_for, fake_info, fake_target
+from tests.engine.fake_engine import FakeConfig, fake_info, fake_target, make_fake_request
 
 ROOT = Path(__file__).parents[3]
 GUARD_S = 60
@@ -137,7 +137,7 @@ Shared = Callable[[Test], None]
 def test_request_streams_tokens(shared: Shared) -> None:
     async def test(client: RemoteEngine) -> None:
         request_id = client.new_id()
-        outputs = [output async for output in client.generate(ask_for(request_id, [5, 6]))]
+        outputs = [output async for output in client.generate(make_fake_request(request_id, [5, 6]))]
         assert outputs == [
             Output(request_id, (SampledToken(5, -0.5),)),
             Output(request_id, (SampledToken(6, -0.5),), FinishReason.EOS_TOKEN),
@@ -149,7 +149,7 @@ def test_request_streams_tokens(shared: Shared) -> None:
 def test_concurrent_requests_get_their_tokens(shared: Shared) -> None:
     async def test(client: RemoteEngine) -> None:
         prompts = [list(range(number, number + 1 + number % 30)) for number in range(200)]
-        requests = [ask_for(client.new_id(), prompt) for prompt in prompts]
+        requests = [make_fake_request(client.new_id(), prompt) for prompt in prompts]
         assert await asyncio.gather(*(read(client, request) for request in requests)) == prompts
 
     shared(test)
@@ -157,10 +157,10 @@ def test_concurrent_requests_get_their_tokens(shared: Shared) -> None:
 
 def test_slow_reader_does_not_delay_streams_or_lose_outputs(shared: Shared) -> None:
     async def test(client: RemoteEngine) -> None:
-        slow = client.generate(ask_for(client.new_id(), range(100)))
+        slow = client.generate(make_fake_request(client.new_id(), range(100)))
         first = await anext(slow)
         for _ in range(3):
-            assert await read(client, ask_for(client.new_id(), range(100))) == list(range(100))
+            assert await read(client, make_fake_request(client.new_id(), range(100))) == list(range(100))
         assert [first.tokens[0].token_id] + [output.tokens[0].token_id async for output in slow] == list(range(100))
 
     shared(test)
@@ -168,7 +168,7 @@ def test_slow_reader_does_not_delay_streams_or_lose_outputs(shared: Shared) -> N
 
 def test_closing_stream_aborts_request(shared: Shared) -> None:
     async def test(client: RemoteEngine) -> None:
-        request = ask_for(client.new_id(), how="hang")
+        request = make_fake_request(client.new_id(), how="hang")
         stream = client.generate(request)
         assert (await anext(stream)).tokens[0].token_id == 1
         await stream.aclose()
@@ -179,7 +179,7 @@ def test_closing_stream_aborts_request(shared: Shared) -> None:
 
 def test_cancellation_aborts_request(shared: Shared) -> None:
     async def test(client: RemoteEngine) -> None:
-        request = ask_for(client.new_id(), how="hang")
+        request = make_fake_request(client.new_id(), how="hang")
         reading = asyncio.create_task(read(client, request))
         while request.request_id not in client._streams:
             await asyncio.sleep(0)
@@ -193,7 +193,7 @@ def test_cancellation_aborts_request(shared: Shared) -> None:
 
 def test_garbage_collected_stream_aborts_request(shared: Shared) -> None:
     async def test(client: RemoteEngine) -> None:
-        request = ask_for(client.new_id(), how="hang")
+        request = make_fake_request(client.new_id(), how="hang")
         async for _ in client.generate(request):
             break
         await aborted(client, request.request_id)
@@ -203,7 +203,7 @@ def test_garbage_collected_stream_aborts_request(shared: Shared) -> None:
 
 def test_abort_ends_stream(shared: Shared) -> None:
     async def test(client: RemoteEngine) -> None:
-        request = ask_for(client.new_id(), how="hang")
+        request = make_fake_request(client.new_id(), how="hang")
         tokens = []
         async for output in client.generate(request):
             tokens.append(output.tokens[0].token_id)
@@ -217,7 +217,7 @@ def test_abort_ends_stream(shared: Shared) -> None:
 
 def test_finished_request_is_not_aborted(shared: Shared) -> None:
     async def test(client: RemoteEngine) -> None:
-        request = ask_for(client.new_id())
+        request = make_fake_request(client.new_id())
         await read(client, request)
         looking = asyncio.create_task(aborted(client, request.request_id))
         await client.status()  # follows all previous messages
@@ -242,9 +242,9 @@ def test_failed_request_raises_error(
     shared: Shared, how: str, kind: type[LoraxError], status: int, message: str, retry_after_s: float | None
 ) -> None:
     async def test(client: RemoteEngine) -> None:
-        good = asyncio.create_task(read(client, ask_for(client.new_id(), range(50))))
+        good = asyncio.create_task(read(client, make_fake_request(client.new_id(), range(50))))
         with pytest.raises(LoraxError) as caught:
-            await read(client, ask_for(client.new_id(), how=how))
+            await read(client, make_fake_request(client.new_id(), how=how))
         assert type(caught.value) is kind
         assert (caught.value.status, caught.value.retry_after_s) == (status, retry_after_s)
         assert str(caught.value).startswith(message)
@@ -341,7 +341,7 @@ def test_client_reports_status_and_info(shared: Shared) -> None:
 def test_sigint_does_not_stop_engine(shared: Shared) -> None:
     async def test(client: RemoteEngine) -> None:
         os.kill(await pid_of(client), signal.SIGINT)
-        assert await read(client, ask_for(client.new_id())) == [1, 2, 3]
+        assert await read(client, make_fake_request(client.new_id())) == [1, 2, 3]
 
     shared(test)
 
@@ -370,7 +370,7 @@ class _Target:
 
 def test_close_fails_running_and_new_requests(folder: Path) -> None:
     async def test(client: RemoteEngine) -> None:
-        stream = client.generate(ask_for(client.new_id(), how="hang"))
+        stream = client.generate(make_fake_request(client.new_id(), how="hang"))
         await anext(stream)
         call = asyncio.create_task(client.resolve([AdapterRef("never", "")]))
         await client.status()
@@ -380,7 +380,7 @@ def test_close_fails_running_and_new_requests(folder: Path) -> None:
         with pytest.raises(EngineError, match="the engine is stopped"):
             await call
         with pytest.raises(EngineError, match="the engine is stopped") as caught:
-            await read(client, ask_for(client.new_id()))
+            await read(client, make_fake_request(client.new_id()))
         assert caught.value.retry_after_s is None
         assert not client.is_healthy
 
@@ -391,7 +391,7 @@ def test_killed_engine_is_restarted(folder: Path) -> None:
     async def test(client: RemoteEngine) -> None:
         ids = {client.new_id()}
         for number in range(2):
-            request = ask_for(client.new_id(), how="hang")
+            request = make_fake_request(client.new_id(), how="hang")
             assert request.request_id not in ids
             ids.add(request.request_id)
             stream = client.generate(request)
@@ -408,18 +408,18 @@ def test_killed_engine_is_restarted(folder: Path) -> None:
                 assert caught.value.retry_after_s >= 1
             await until_healthy(client)
             assert client.info.num_blocks == number + 1
-            assert await read(client, ask_for(client.new_id())) == [1, 2, 3]
+            assert await read(client, make_fake_request(client.new_id())) == [1, 2, 3]
 
     run_with(FakeConfig(str(folder)), test)
 
 
 def test_engine_crash_fails_all_streams(folder: Path) -> None:
     async def test(client: RemoteEngine) -> None:
-        others = [client.generate(ask_for(client.new_id(), how="hang")) for _ in range(20)]
+        others = [client.generate(make_fake_request(client.new_id(), how="hang")) for _ in range(20)]
         for other in others:
             await anext(other)
         with pytest.raises(EngineError, match="SIGKILL"):
-            await read(client, ask_for(client.new_id(), how="die"))
+            await read(client, make_fake_request(client.new_id(), how="die"))
         for other in others:
             with pytest.raises(EngineError, match="SIGKILL"):
                 await anext(other)
@@ -429,7 +429,7 @@ def test_engine_crash_fails_all_streams(folder: Path) -> None:
 
 def test_requests_are_rejected_during_restart(folder: Path) -> None:
     async def test(client: RemoteEngine) -> None:
-        stream = client.generate(ask_for(client.new_id(), how="hang"))
+        stream = client.generate(make_fake_request(client.new_id(), how="hang"))
         await anext(stream)
         os.kill(await pid_of(client), signal.SIGKILL)
         with pytest.raises(EngineError):
@@ -438,7 +438,7 @@ def test_requests_are_rejected_during_restart(folder: Path) -> None:
             await asyncio.sleep(0.005)
         assert not client.is_healthy
         with pytest.raises(EngineError, match=r"SIGKILL.*; the engine is restarting") as caught:
-            await read(client, ask_for(client.new_id()))
+            await read(client, make_fake_request(client.new_id()))
         assert caught.value.retry_after_s is not None
         with pytest.raises(EngineError, match="the engine is restarting"):
             await client.status()
@@ -449,10 +449,10 @@ def test_requests_are_rejected_during_restart(folder: Path) -> None:
 def test_failed_restart_is_retried(folder: Path) -> None:
     async def test(client: RemoteEngine) -> None:
         with pytest.raises(EngineError):
-            await read(client, ask_for(client.new_id(), how="die"))
+            await read(client, make_fake_request(client.new_id(), how="die"))
         await until_healthy(client)
         assert client.info.num_blocks == 4
-        assert await read(client, ask_for(client.new_id())) == [1, 2, 3]
+        assert await read(client, make_fake_request(client.new_id())) == [1, 2, 3]
 
     run_with(FakeConfig(str(folder), starts=("", "die", "raise", "exit")), test)
 
@@ -460,12 +460,12 @@ def test_failed_restart_is_retried(folder: Path) -> None:
 def test_restart_can_be_disabled(folder: Path) -> None:
     async def test(client: RemoteEngine) -> None:
         with pytest.raises(EngineError) as caught:
-            await read(client, ask_for(client.new_id(), how="die"))
+            await read(client, make_fake_request(client.new_id(), how="die"))
         assert str(caught.value) == "the engine process exited (exit code -9, SIGKILL)"
         assert client._supervisor is not None
         await client._supervisor
         with pytest.raises(EngineError) as caught:
-            await read(client, ask_for(client.new_id()))
+            await read(client, make_fake_request(client.new_id()))
         assert caught.value.retry_after_s is None
         assert len(list(folder.iterdir())) == 1
 
@@ -488,14 +488,14 @@ def test_engine_failure_reports_reason_and_restarts(
         monkeypatch.setattr(channel_module, "STOP_GRACE_S", 0.05)
 
     async def test(client: RemoteEngine) -> None:
-        other = client.generate(ask_for(client.new_id(), how="hang"))
+        other = client.generate(make_fake_request(client.new_id(), how="hang"))
         await anext(other)
-        for waiting in (read(client, ask_for(client.new_id(), how=how)), anext(other)):
+        for waiting in (read(client, make_fake_request(client.new_id(), how=how)), anext(other)):
             with pytest.raises(EngineError) as caught:
                 await waiting
             assert str(caught.value).startswith(reason)
         await until_healthy(client)
-        assert await read(client, ask_for(client.new_id())) == [1, 2, 3]
+        assert await read(client, make_fake_request(client.new_id())) == [1, 2, 3]
 
     run_with(FakeConfig(str(folder)), test)
 
@@ -561,14 +561,14 @@ def test_unresponsive_engine_is_killed(folder: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(channel_module, "STOP_GRACE_S", 0.05)
 
     async def test(client: RemoteEngine) -> None:
-        assert (await anext(client.generate(ask_for(client.new_id(), how="stuck")))).tokens[0].token_id == 1
+        assert (await anext(client.generate(make_fake_request(client.new_id(), how="stuck")))).tokens[0].token_id == 1
 
     run_with(FakeConfig(str(folder), ignore_sigterm=True), test)
 
 
 def test_cancelled_close_can_be_repeated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(client: RemoteEngine) -> None:
-        await anext(client.generate(ask_for(client.new_id(), how="stuck")))
+        await anext(client.generate(make_fake_request(client.new_id(), how="stuck")))
         closing = asyncio.create_task(client.close())
         assert client._supervisor is not None
         await asyncio.wait((client._supervisor,))

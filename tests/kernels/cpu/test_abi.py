@@ -47,5 +47,5 @@ def test_enum_mismatch_raises_abi_error(enum: str, member: str, monkeypatch: pyt
 
 def test_structs_match_declarations() -> None:
     assert [name for name, *_ in Lora._fields_][:3] == ["buffer", "table", "scales"]
-    assert ctypes.sizeof(Lora) == 8 * 8
+    assert ctypes.sizeof(Lora) == 9 * 8
     assert dict(abi.struct_fields("Matrix"))["stored"] is ctypes.c_int32

@@ -48,7 +48,7 @@ def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
-def test_amx_product_matches_instruction_bits(ops: CpuOps, inputs: int, outputs: int) -> None:
+def test_amx_product_is_bitwise_equal_to_instruction_semantics(ops: CpuOps, inputs: int, outputs: int) -> None:
     # Inputs have few bits, so float64 sums are exact and are rounded to float32 only once.
     weight, x = (torch.randn(n, inputs).mul(64).round().div(16).bfloat16() for n in (outputs, max(ROWS)))
     scales = torch.randint(-6, 6, (inputs,)).exp2()  # float32 sums must round

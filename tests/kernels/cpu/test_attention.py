@@ -135,7 +135,7 @@ def test_decode_attention_with_many_lengths_matches_reference(library: Library) 
     check_close(case.prefill(library), expected, FP32)
 
 
-def test_prefill_attention_without_slots_matches_cached_bits(library: Library) -> None:
+def test_prefill_attention_without_slots_is_bitwise_equal_to_cached_prefill(library: Library) -> None:
     case = Case(PROMPTS, window=40)
     cached = Case(PROMPTS, window=40)
     CpuOps(library).write_kv(cached.k, cached.v, cached.cache, cached.batch, cached.spec)
@@ -270,7 +270,7 @@ def test_write_kv_matches_reference(library: Library, dtype: torch.dtype, stored
         check_bits(found, kept)
 
 
-def test_float8_cache_uses_reference(library: Library) -> None:
+def test_float8_cache_uses_reference_kernel(library: Library) -> None:
     case, same = Case(MIX), Case(MIX)
     for each in (case, same):
         keys, values = nan_to_zero(each.cache)
@@ -282,16 +282,17 @@ def test_float8_cache_uses_reference(library: Library) -> None:
     check_bits(case.prefill(library), expected)
 
 
-@pytest.mark.parametrize("has_slopes", [False, True])
+@pytest.mark.parametrize(("has_slopes", "has_sinks"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("soft_cap", [None, 1.5, 50.0])
 @pytest.mark.parametrize("window", [None, 9])
-def test_soft_cap_and_alibi_slopes_match_reference(
-    library: Library, window: int | None, soft_cap: float | None, has_slopes: bool
+def test_soft_cap_alibi_slopes_and_sinks_match_reference(
+    library: Library, window: int | None, soft_cap: float | None, has_slopes: bool, has_sinks: bool
 ) -> None:
     """Unused cache slots are NaN: kernels must not read them."""
     case = Case([(20, 0), (3, 0), (1, 0), (133, 0)])
     slopes = torch.linspace(-0.1, 0.4, case.q.shape[1]) if has_slopes else None
-    case.spec = AttentionSpec(0.9, window, soft_cap=soft_cap, slopes=slopes)
+    sinks = torch.linspace(-4, 400, case.q.shape[1]) if has_sinks else None  # the last heads attend to nothing else
+    case.spec = AttentionSpec(0.9, window, soft_cap=soft_cap, slopes=slopes, sinks=sinks)
     for cache in case.cache:
         cache.fill_(STALE_VALUE)
     CpuOps(library).write_kv(case.k, case.v, case.cache, case.batch, case.spec)

@@ -120,7 +120,7 @@ def gated(world: LinearCase, x: torch.Tensor, activation: Activation) -> torch.T
 
 @pytest.mark.parametrize("rows", [1, 5, 9, 40])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_exact_narrow_storage_halves_memory_and_keeps_bits(dtype: torch.dtype, rows: int) -> None:
+def test_lossless_half_precision_storage_halves_memory_and_keeps_bits(dtype: torch.dtype, rows: int) -> None:
     weight = torch.randn(50, 40).to(dtype).float()
     weight[0, :3] = torch.tensor([0.0, -0.0, 2.0**-24 if dtype == torch.float16 else 2.0**-130])  # the last is denormal
     narrow, wide = OPS.make_linear(weight, None), OPS.make_linear(weight + weight * 2**-20, None)

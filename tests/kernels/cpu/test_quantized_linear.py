@@ -220,7 +220,7 @@ def test_extreme_activations_have_finite_outputs(ops: CpuOps, scale: float) -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_panels_keep_all_weights(ops: CpuOps, kind: Kind) -> None:
+def test_panels_round_trip_all_weights(ops: CpuOps, kind: Kind) -> None:
     for rows, scale_dtype in ((70, torch.float16), (64, torch.float32)):
         matrix = make_matrix(kind, rows, 96, torch.float32, scale_dtype)
         panels, exact = ops.make_linear(matrix, None).weight, matrix.read()

@@ -166,7 +166,7 @@ def test_decode_step_matches_reference(ops: HopperOps, heads: tuple[int, int], h
 
 
 @pytest.mark.parametrize("heads", [(71, 1, 64), (48, 1, 128), (12, 12, 112), (4, 2, 72)], ids=str)
-def test_unsupported_heads_use_triton(ops: HopperOps, heads: tuple[int, int, int]) -> None:
+def test_unsupported_head_shapes_use_triton(ops: HopperOps, heads: tuple[int, int, int]) -> None:
     """Falcon-7B and StarCoder have too many query heads per KV head; other head sizes have no kernel."""
     for window, cap in ((None, None), (100, 5.0)):
         paged = Paged(LENGTHS, *heads)

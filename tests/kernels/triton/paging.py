@@ -76,7 +76,11 @@ def attend_in_float64(q: torch.Tensor, cache: LayerCache, batch: PagedBatch, spe
         if spec.slopes is not None:
             scores = scores - spec.slopes.cpu().double().view(keys.shape[1], -1, 1, 1) * behind
         hidden = (behind < 0) | (behind >= (spec.window or cached + new))
-        weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+        scores = scores.masked_fill(hidden, -math.inf)
+        if spec.sinks is not None:
+            sinks = spec.sinks.cpu().double().view(keys.shape[1], -1, 1, 1)
+            scores = torch.cat([scores, sinks.expand(*scores.shape[:3], 1)], dim=-1)
+        weights = scores.softmax(-1)[..., : new + cached]
         out[start : start + new] = torch.einsum("hgqk,khd->qhgd", weights, values).flatten(1, 2)
         start += new
     return out

@@ -123,6 +123,15 @@ def test_decode_with_alibi_slopes_matches_reference(
     check_decode(device, [7, 40], heads=(4, 2, 16), spec=spec, cache_dtype=FP8)
 
 
+@pytest.mark.parametrize("window", [None, pytest.param(20, marks=pytest.mark.slow)])
+def test_decode_with_sinks_matches_reference(
+    window: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_attention_module, "SPLIT_TOKENS", 16)
+    spec = AttentionSpec(0.9, window, sinks=torch.tensor([0.5, -9.0, 3.0, 0.0], device=device))
+    check_decode(device, [7, 40, 0], heads=(4, 2, 16), spec=spec)
+
+
 @pytest.mark.parametrize("window", [None, pytest.param(7, marks=pytest.mark.slow)])
 def test_split_size_grows_with_sequence_length(
     window: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -166,7 +175,7 @@ def test_int32_and_int64_lengths_give_equal_results(dtype: torch.dtype, device: 
 @pytest.mark.parametrize(
     ("heads", "dtype", "block_size"), list(zip(MODEL_HEADS, DTYPES * 2, [16, 32] * 3, strict=True))
 )
-def test_decode_of_model_shapes_matches_reference(
+def test_decode_with_real_model_shapes_matches_reference(
     dtype: torch.dtype, heads: tuple[int, int, int], block_size: int
 ) -> None:
     device = torch.device("cuda")

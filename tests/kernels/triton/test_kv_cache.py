@@ -165,7 +165,7 @@ def test_rotate_and_write_stores_only_selected_tokens(device: torch.device) -> N
 @pytest.mark.gpu
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, FP8])
 @pytest.mark.parametrize(("heads", "turning"), [((32, 8, 128), 128), ((32, 32, 80), 32), ((8, 1, 256), 256)])
-def test_rotate_and_write_of_model_shapes_matches_reference(
+def test_rotate_and_write_with_real_model_shapes_matches_reference(
     heads: tuple[int, int, int], turning: int, cache_dtype: torch.dtype
 ) -> None:
     batch, num_blocks = make_batch([(100, 0), (1, 30), (0, 0)], 8)

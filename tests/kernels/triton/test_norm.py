@@ -171,7 +171,7 @@ def test_rotary_matches_reference(dtype: torch.dtype, heads: int, dim: int, turn
 @pytest.mark.parametrize(
     ("size", "dtype"), list(zip([128, 896, 896, 4096, 4096, 5120, 16384, 16384], DTYPES * 3, strict=False))
 )
-def test_rms_norm_of_model_shapes_matches_reference(dtype: torch.dtype, size: int) -> None:
+def test_rms_norm_with_real_model_shapes_matches_reference(dtype: torch.dtype, size: int) -> None:
     x, residual = (normal(70, size, seed=seed, dtype=dtype) for seed in (1, 2))
     weight = normal(size, seed=3, dtype=dtype)
     expected = reference.rms_norm(x, residual, weight, EPS)
@@ -185,7 +185,7 @@ def test_rms_norm_of_model_shapes_matches_reference(dtype: torch.dtype, size: in
 @pytest.mark.parametrize(
     ("size", "dtype"), list(zip([64, 768, 768, 4096, 4096, 5120, 16384, 16384], DTYPES * 3, strict=False))
 )
-def test_layer_norm_of_model_shapes_matches_reference(dtype: torch.dtype, size: int) -> None:
+def test_layer_norm_with_real_model_shapes_matches_reference(dtype: torch.dtype, size: int) -> None:
     shapes = [(70, size), (size,), (size,)]
     x, weight, bias = (normal(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes))
     expected = reference.layer_norm(x.float(), weight.float(), bias.float(), 1e-5)

@@ -80,6 +80,12 @@ def test_prefill_with_alibi_slopes_matches_reference(
     Case(MIXED, (4, 2, 16), FP32, cache_dtype).check(spec, device)
 
 
+@pytest.mark.parametrize("window", [None, 4])
+def test_prefill_with_sinks_matches_reference(window: int | None, device: torch.device) -> None:
+    spec = AttentionSpec(0.3, window, sinks=torch.tensor([0.5, -9.0, 3.0, 0.0], device=device))
+    Case(MIXED, (4, 2, 16), FP32, FP32).check(spec, device)
+
+
 @pytest.mark.parametrize(
     ("heads", "dtype", "window", "block_size"),
     choose_cases(
@@ -297,7 +303,7 @@ def test_given_prompts_use_only_host_lengths(device: torch.device) -> None:
         ((4, 2, 256), FP32, FP8, 100, None),
     ],
 )
-def test_prefill_of_model_shapes_matches_reference(
+def test_prefill_with_real_model_shapes_matches_reference(
     heads: Heads, dtype: torch.dtype, cache_dtype: torch.dtype, window: int | None, soft_cap: float | None
 ) -> None:
     device = torch.device("cuda")
@@ -313,7 +319,7 @@ def test_prefill_of_model_shapes_matches_reference(
     ("heads", "dtype", "cache_dtype"),
     [((32, 32, 128), BF16, BF16), ((16, 16, 64), FP16, FP16), ((12, 12, 112), BF16, BF16), ((8, 8, 80), BF16, FP8)],
 )
-def test_prefill_of_model_shapes_with_alibi_matches_reference(
+def test_prefill_with_real_model_shapes_and_alibi_matches_reference(
     heads: Heads, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> None:
     device = torch.device("cuda")

@@ -36,6 +36,7 @@ ATTENTION = {
     "neox": ["query_key_value", "attention.dense"],
     "opt": ["q_proj", "k_proj", "v_proj", "out_proj"],
 }
+MIXTURES = ("mixtral", "qwen2moe", "qwen3moe", "olmoe", "granitemoe", "glm4moe", "gptoss")
 LLAMAS: tuple[str, ...] = (
     "gemma",
     "gemma2",
@@ -48,7 +49,7 @@ LLAMAS: tuple[str, ...] = (
     "starcoder2",
     "cohere",
 )
-LLAMAS += ("cohere2", "nemotron", "arcee", "glm", "glm4")
+LLAMAS += ("cohere2", "nemotron", "arcee", "glm", "glm4", *MIXTURES)
 ATTENTION |= dict.fromkeys(("mistral", "qwen2", "qwen3", *LLAMAS), ATTENTION["llama"])
 ATTENTION |= {
     "phi": ["q_proj", "k_proj", "v_proj", "dense"],
@@ -59,7 +60,7 @@ ATTENTION |= {
     "bigcode": ["c_attn", "attn.c_proj"],
     "gptj": ["q_proj", "k_proj", "v_proj", "out_proj"],
 }
-PEFTS_OWN = "as-peft-writes-it"
+PEFT_FORMAT = "as-peft-writes-it"
 EMBEDDING = {
     "gpt2": "wte",
     "gptj": "wte",
@@ -110,7 +111,7 @@ class Case:
         """Return a fresh base model with the adapter as PEFT loads it."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            own = folder / PEFTS_OWN
+            own = folder / PEFT_FORMAT
             return PeftModel.from_pretrained(self.base_model(), own if own.is_dir() else folder).eval().get_base_model()
 
 
@@ -167,10 +168,10 @@ def save_loftq(model: Any, case: Case, folder: Path) -> None:
 
 def save_renamed(rename: Callable[[str], str], model: Any, case: Case, folder: Path) -> None:
     """Save tensors with the names of other versions and tools. The oracle loads PEFT's names."""
-    train_and_save(model, case, folder / PEFTS_OWN)
-    tensors = load_file(folder / PEFTS_OWN / "adapter_model.safetensors")
+    train_and_save(model, case, folder / PEFT_FORMAT)
+    tensors = load_file(folder / PEFT_FORMAT / "adapter_model.safetensors")
     save_file({rename(key): tensor for key, tensor in tensors.items()}, folder / "adapter_model.safetensors")
-    config = json.loads((folder / PEFTS_OWN / "adapter_config.json").read_text())
+    config = json.loads((folder / PEFT_FORMAT / "adapter_config.json").read_text())
     for patterns in ("alpha_pattern", "rank_pattern"):  # older versions use different module names
         config[patterns] = {rename(f".{name}.")[1:-1]: value for name, value in config[patterns].items()}
     (folder / "adapter_config.json").write_text(json.dumps(config))
@@ -184,6 +185,32 @@ def add_noise(model: Any) -> None:
             parameter.add_(torch.randn_like(parameter) * 0.05)
 
 
+def save_per_expert(model: Any, case: Case, folder: Path) -> None:
+    """Save tensors as PEFT wrote them with transformers 4, where each expert had modules. PEFT converts them."""
+    torch.manual_seed(7)
+    config, name = model.config, "mlp"
+    gate, up, down, router = "gate_proj", "up_proj", "down_proj", "gate"
+    inner = getattr(config, "moe_intermediate_size", config.intermediate_size)
+    if config.model_type == "mixtral":
+        gate, up, down, name = "w1", "w3", "w2", "block_sparse_moe"
+    hidden, rank = config.hidden_size, case.config.r
+    sizes = {gate: (hidden, inner), up: (hidden, inner), down: (inner, hidden)}
+    tensors = {}
+    for layer in range(config.num_hidden_layers):
+        prefix = f"base_model.model.model.layers.{layer}.{name}"
+        modules = {f"{prefix}.{router}": (hidden, config.num_local_experts)}
+        for expert in range(config.num_local_experts):
+            modules |= {f"{prefix}.experts.{expert}.{matrix}": size for matrix, size in sizes.items()}
+        for module, (inputs, outputs) in modules.items():
+            tensors[f"{module}.lora_A.weight"] = torch.randn(rank, inputs) * 0.2
+            tensors[f"{module}.lora_B.weight"] = torch.randn(outputs, rank) * 0.2
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    settings = case.config.to_dict() | {"target_modules": [gate, up, down, router], "inference_mode": True}
+    plain = {key: value for key, value in settings.items() if isinstance(value, str | int | float | list | type(None))}
+    (folder / "adapter_config.json").write_text(json.dumps(plain))
+
+
 def save_eva(model: Any, case: Case, folder: Path) -> None:
     """Save an EVA adapter with a different rank per module."""
     peft_model = get_peft_model(model, case.config)
@@ -193,7 +220,7 @@ def save_eva(model: Any, case: Case, folder: Path) -> None:
     save_adapter(peft_model, folder)
 
 
-def on(family: str, *names: str) -> dict[str, Any]:
+def target_modules(family: str, *names: str) -> dict[str, Any]:
     return {"target_modules": list(names) or ATTENTION[family]}
 
 
@@ -224,15 +251,21 @@ CASES = {
     "regex": Case("target_modules as a regex", "llama-gqa", {"target_modules": r".*layers\.[02]\..*(gate|up)_proj"}),
     "exclude": Case("exclude_modules", "llama-gqa", {"exclude_modules": r".*layers\.1\..*"}),
     "one-module": Case("one module of one layer", "llama-gqa", {"target_modules": LAYER_1_V}),
-    "lm-head": Case("LoRA on the head", "llama-gqa", on("llama", "q_proj", "lm_head")),
-    "embedding": Case("LoRA on the embedding", "llama-gqa", on("llama", "v_proj", "embed_tokens")),
-    "embedding-and-head": Case("LoRA on embedding and head", "llama-gqa", on("llama", "embed_tokens", "lm_head")),
-    "tied-head-only": Case("LoRA on the head of a tied model", "llama-tied-head", on("llama", "lm_head", "q_proj")),
+    "lm-head": Case("LoRA on the head", "llama-gqa", target_modules("llama", "q_proj", "lm_head")),
+    "embedding": Case("LoRA on the embedding", "llama-gqa", target_modules("llama", "v_proj", "embed_tokens")),
+    "embedding-and-head": Case(
+        "LoRA on embedding and head", "llama-gqa", target_modules("llama", "embed_tokens", "lm_head")
+    ),
+    "tied-head-only": Case(
+        "LoRA on the head of a tied model", "llama-tied-head", target_modules("llama", "lm_head", "q_proj")
+    ),
     "tied-embedding-only": Case(
-        "LoRA on the embedding of a tied model", "llama-tied-head", on("llama", "embed_tokens")
+        "LoRA on the embedding of a tied model", "llama-tied-head", target_modules("llama", "embed_tokens")
     ),
     "weight-tying": Case(
-        "ensure_weight_tying", "llama-tied-head", on("llama", "embed_tokens", "v_proj") | {"ensure_weight_tying": True}
+        "ensure_weight_tying",
+        "llama-tied-head",
+        target_modules("llama", "embed_tokens", "v_proj") | {"ensure_weight_tying": True},
     ),
     "saved-head": Case("modules_to_save: head", "llama-gqa", {"modules_to_save": ["lm_head"]}),
     "saved-embedding": Case("modules_to_save: embedding", "llama-gqa", {"modules_to_save": ["embed_tokens"]}),
@@ -263,13 +296,13 @@ CASES = {
     "added-tokens-lora": Case(
         "added tokens with LoRA on embedding and head",
         "llama-gqa",
-        on("llama", "embed_tokens", "lm_head", "q_proj"),
+        target_modules("llama", "embed_tokens", "lm_head", "q_proj"),
         vocab=VOCAB + 4,
     ),
     "added-tokens-dora": Case(
         "added tokens with DoRA on embedding and head",
         "llama-gqa",
-        on("llama", "embed_tokens", "lm_head") | {"use_dora": True},
+        target_modules("llama", "embed_tokens", "lm_head") | {"use_dora": True},
         vocab=VOCAB + 4,
     ),
     "added-tokens-saved": Case(
@@ -288,19 +321,21 @@ CASES = {
     "fewer-tokens-embedding": Case(
         "a smaller vocabulary with LoRA on the embedding alone",
         "llama-gqa",
-        on("llama", "embed_tokens"),
+        target_modules("llama", "embed_tokens"),
         vocab=VOCAB - 6,
     ),
     "fewer-tokens-lora": Case(
         "a smaller vocabulary with LoRA on embedding and head",
         "llama-gqa",
-        on("llama", "embed_tokens", "lm_head"),
+        target_modules("llama", "embed_tokens", "lm_head"),
         vocab=VOCAB - 6,
     ),
     "lora-bias": Case("lora_bias", "llama-attention-bias", {"lora_bias": True}),
     "lora-bias-without-base-bias": Case("lora_bias where the base has no bias", "llama-gqa", {"lora_bias": True}),
     "bias-all": Case("bias = all", "llama-attention-bias", {"bias": "all"}),
-    "bias-lora-only": Case("bias = lora_only", "llama-attention-bias", on("llama", "q_proj") | {"bias": "lora_only"}),
+    "bias-lora-only": Case(
+        "bias = lora_only", "llama-attention-bias", target_modules("llama", "q_proj") | {"bias": "lora_only"}
+    ),
     "dora": Case("DoRA", "llama-gqa", {"use_dora": True}),
     "dora-biased-base": Case("DoRA on biased layers", "llama-attention-bias", {"use_dora": True}),
     "dora-bias-all": Case("DoRA with bias = all", "llama-attention-bias", {"use_dora": True, "bias": "all"}),
@@ -309,8 +344,12 @@ CASES = {
         "llama-gqa",
         {"use_dora": True, "use_rslora": True, "rank_pattern": {"v_proj": 2}, "target_modules": "all-linear"},
     ),
-    "dora-embedding": Case("DoRA on the embedding", "llama-gqa", on("llama", "embed_tokens") | {"use_dora": True}),
-    "dora-head": Case("DoRA on the head", "llama-gqa", on("llama", "lm_head", "up_proj") | {"use_dora": True}),
+    "dora-embedding": Case(
+        "DoRA on the embedding", "llama-gqa", target_modules("llama", "embed_tokens") | {"use_dora": True}
+    ),
+    "dora-head": Case(
+        "DoRA on the head", "llama-gqa", target_modules("llama", "lm_head", "up_proj") | {"use_dora": True}
+    ),
     "gaussian": Case("init gaussian", "llama-gqa", {"init_lora_weights": "gaussian"}),
     "orthogonal": Case("init orthogonal", "llama-gqa", {"init_lora_weights": "orthogonal"}),
     "random-init": Case("init random", "llama-gqa", {"init_lora_weights": False}),
@@ -400,9 +439,10 @@ for base in OTHER_VARIANTS:
     if "-" in base:
         continue
     embedding, norm = EMBEDDING.get(base, "embed_tokens"), NORMS.get(base, "input_layernorm")
+    has_dora = "all-linear" if base not in MIXTURES else ATTENTION[base]  # PEFT has no DoRA for experts
     CASES |= {
         f"{base}-all-linear": Case("LoRA", base, {"target_modules": "all-linear", "r": 3}),
-        f"{base}-dora": Case("DoRA", base, {"target_modules": "all-linear", "use_dora": True, "bias": "all"}),
+        f"{base}-dora": Case("DoRA", base, {"target_modules": has_dora, "use_dora": True, "bias": "all"}),
         f"{base}-embedding-and-head": Case(
             "LoRA on embedding and head", base, {"target_modules": [embedding, "lm_head", ATTENTION[base][0]]}
         ),
@@ -429,7 +469,7 @@ CASES |= {
     "wrapped-names": Case(
         "tensor names with wrapper prefixes (Ludwig)",
         "llama-gqa",
-        on("llama", "q_proj", "lm_head"),
+        target_modules("llama", "q_proj", "lm_head"),
         make=partial(save_renamed, lambda key: key.replace("base_model.model.", "base_model.model.base_model.model.")),
     ),
     "short-names": Case(
@@ -440,7 +480,7 @@ CASES |= {
     "neox-embed-out": Case(
         "tensor names renamed in newer transformers",
         "neox-parallel",
-        on("neox", "query_key_value", "lm_head") | {"alpha_pattern": {"lm_head": 9}},
+        target_modules("neox", "query_key_value", "lm_head") | {"alpha_pattern": {"lm_head": 9}},
         make=partial(save_renamed, lambda key: key.replace(".lm_head.", ".embed_out.")),
     ),
 }
@@ -511,14 +551,20 @@ CASES |= {
     "saved-linears": Case(
         "modules_to_save: linears",
         "llama-attention-bias",
-        on("llama", "q_proj") | {"modules_to_save": ["v_proj", "o_proj"]},
+        target_modules("llama", "q_proj") | {"modules_to_save": ["v_proj", "o_proj"]},
     ),
-    "saved-block": Case("modules_to_save: linears", "llama-gqa", on("llama", "q_proj") | {"modules_to_save": ["mlp"]}),
+    "saved-block": Case(
+        "modules_to_save: linears", "llama-gqa", target_modules("llama", "q_proj") | {"modules_to_save": ["mlp"]}
+    ),
     "gpt2-saved-linears": Case(
-        "modules_to_save: linears", "gpt2", on("gpt2", "c_attn") | {"modules_to_save": ["attn.c_proj", "c_fc"]}
+        "modules_to_save: linears",
+        "gpt2",
+        target_modules("gpt2", "c_attn") | {"modules_to_save": ["attn.c_proj", "c_fc"]},
     ),
     "phi3-saved-linears": Case(
-        "modules_to_save: linears", "phi3", on("phi3", "o_proj") | {"modules_to_save": ["qkv_proj", "gate_up_proj"]}
+        "modules_to_save: linears",
+        "phi3",
+        target_modules("phi3", "o_proj") | {"modules_to_save": ["qkv_proj", "gate_up_proj"]},
     ),
     "falcon-saved-linears": Case(
         "modules_to_save: linears", "falcon", {"modules_to_save": ["dense_4h_to_h"], "target_modules": ["dense"]}
@@ -533,16 +579,47 @@ CASES |= {
         "modules_to_save: norms of heads", "phi-head-norms", {"modules_to_save": ["q_layernorm", "k_layernorm"]}
     ),
     "exaone4-saved-attention": Case(
-        "modules_to_save: norms of heads", "exaone4", on("llama", "up_proj") | {"modules_to_save": ["self_attn"]}
+        "modules_to_save: norms of heads",
+        "exaone4",
+        target_modules("llama", "up_proj") | {"modules_to_save": ["self_attn"]},
     ),
     "weight-tying-rank-of-embedding": Case(
         "ensure_weight_tying with rank_pattern",
         "llama-tied-head",
-        on("llama", "embed_tokens", "v_proj") | {"ensure_weight_tying": True, "rank_pattern": {"embed_tokens": 5}},
+        target_modules("llama", "embed_tokens", "v_proj")
+        | {"ensure_weight_tying": True, "rank_pattern": {"embed_tokens": 5}},
     ),
     "weight-tying-rank-of-head": Case(
         "ensure_weight_tying with rank_pattern",
         "llama-tied-head",
-        on("llama", "lm_head", "embed_tokens") | {"ensure_weight_tying": True, "rank_pattern": {"lm_head": 5}},
+        target_modules("llama", "lm_head", "embed_tokens")
+        | {"ensure_weight_tying": True, "rank_pattern": {"lm_head": 5}},
     ),
+}
+# Experts, in all forms that PEFT writes.
+BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+PATTERNS = {"experts.down_proj": 5, r"layers\.1\.mlp\.experts\.gate_up_proj": 2}
+CASES |= {
+    "experts": Case("LoRA on experts", "qwen3moe", {"target_parameters": BOTH, "r": 3}),
+    "experts-alone": Case(
+        "LoRA on experts", "qwen3moe", {"target_parameters": ["experts.gate_up_proj"], "target_modules": []}
+    ),
+    "experts-down-rslora": Case(
+        "LoRA on experts with rsLoRA", "mixtral", {"target_parameters": BOTH[1:], "use_rslora": True, "r": 4}
+    ),
+    "experts-patterns": Case(
+        "LoRA on experts with rank_pattern and alpha_pattern",
+        "mixtral",
+        {"target_parameters": BOTH, "rank_pattern": PATTERNS, "alpha_pattern": {"gate_up_proj": 9}, "r": 4},
+    ),
+    "experts-in-some-layers": Case("LoRA on experts", "qwen3moe-dense-layers", {"target_parameters": BOTH, "r": 2}),
+    "experts-router": Case("LoRA on the router", "qwen3moe", {"target_parameters": ["mlp.gate.weight"]}),
+    "experts-saved-router": Case("modules_to_save: router", "qwen3moe", {"modules_to_save": ["gate"]}),
+    "experts-gptoss": Case(
+        "LoRA on experts", "gptoss", {"target_parameters": BOTH, "r": 3, "rank_pattern": {"down_proj": 5}}
+    ),
+    **{
+        f"experts-{base}-per-expert": Case("LoRA on modules of each expert", base, {"r": 3}, make=save_per_expert)
+        for base in ("mixtral", "qwen3moe")
+    },
 }

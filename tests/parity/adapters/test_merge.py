@@ -119,7 +119,7 @@ def test_gpt2_merge_matches_peft(tmp_path: Path, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ties", "dare_linear", "dare_ties"])
-def test_factor_merges_reject_different_ranks(strategy: str, tmp_path: Path) -> None:
+def test_factor_merge_of_different_ranks_is_rejected(strategy: str, tmp_path: Path) -> None:
     folders = write(tmp_path, [{"r": 4}, {"r": 8}])
     with pytest.raises(InputError, match=r"adapter0,adapter1.*ranks \[4, 8\].*linear does not"):
         our_logits(folders, Merge((1.0, 1.0), strategy, 0.5), [3, 4], torch.device("cpu"), "llama-gqa")

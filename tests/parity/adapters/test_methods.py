@@ -22,6 +22,7 @@ BATCHES = {
     "phi3": ["phi3-ia3", "phi3-saved-linears", "phi3-kasa"],
     "gpt2": ["gpt2-ia3", "gpt2-saved-linears", "gpt2-vera"],
     "olmo2": ["olmo2-saved-head-norms", "olmo2-all-linear"],
+    "qwen3moe": ["experts", "experts-alone", "experts-qwen3moe-per-expert", "experts-router", "qwen3moe-dora"],
     "cohere-head-norm": ["cohere-head-norm-saved-head-norms"],
 }
 LENGTHS, STEPS = (9, 1, 4), 3

@@ -25,7 +25,7 @@ key = "teams"
 
 
 @pytest.fixture(scope="module")
-def filed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
+def server_with_keys_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
     path = tmp_path_factory.mktemp("keys") / "keys.toml"
     path.write_text(KEYS)
     path.chmod(0o600)
@@ -34,25 +34,27 @@ def filed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
         yield shared
 
 
-def test_prefix_cache_is_shared_within_key_or_group_only(filed: SharedServer) -> None:
+def test_prefix_cache_is_shared_within_key_or_group_only(server_with_keys_file: SharedServer) -> None:
     asked = [("good", ""), ("bobs", ""), ("good", "x"), ("bobs", "x"), ("carols", ""), ("teams", ""), ("carols", "x")]
 
     async def check(server: SocketServer) -> None:
         for key, salt in asked:
             body = {"model": "", "prompt": "ask", "max_tokens": 1} | ({"cache_salt": salt} if salt else {})
             asking = asyncio.create_task(server.fetch(with_key("/v1/completions", body, key)))
-            await filed.complete_all_requests()
+            await server_with_keys_file.complete_all_requests()
             assert (await asking).status == 200
-        salts = dict(zip(asked, (each.salt for each in filed.harness.engine.added), strict=True))
+        salts = dict(zip(asked, (each.salt for each in server_with_keys_file.harness.engine.added), strict=True))
         assert salts["good", ""] == salts["bobs", ""]
         assert salts["good", "x"] == salts["bobs", "x"]
         assert len(set(salts.values())) == len(asked) - 2
 
-    filed.run(check)
+    server_with_keys_file.run(check)
 
 
 @pytest.mark.parametrize("name", ["poet@x", "poet@", "poet@y"])
-def test_folder_permission_excludes_names_that_look_like_revisions(name: str, filed: SharedServer) -> None:
+def test_folder_permission_excludes_names_that_look_like_revisions(
+    name: str, server_with_keys_file: SharedServer
+) -> None:
     async def check(server: SocketServer) -> None:
         for body in ({"adapter_id": name}, {"adapter_id": name, "adapter_source": "local"}):
             answer = await server.fetch(with_key("/generate", {"inputs": "x", "parameters": body}))
@@ -60,4 +62,4 @@ def test_folder_permission_excludes_names_that_look_like_revisions(name: str, fi
         listed = await server.fetch(request("GET", "/v1/models", [("authorization", "Bearer good")]))
         assert [each["id"] for each in listed.json()["data"]] == ["base", "poet"]
 
-    filed.run(check)
+    server_with_keys_file.run(check)

@@ -200,7 +200,7 @@ def test_new_adapters_have_separate_limit(clock: Clock) -> None:
     assert retry_new_after(quota, key) == pytest.approx(30.0)
 
 
-def test_refetched_adapter_is_charged_afterwards(clock: Clock) -> None:
+def test_refetched_adapter_is_charged_after_fetch(clock: Clock) -> None:
     quota, key = AdapterQuota(None, clock), Key("k", new_adapters_per_minute=1)
     for _ in range(2):
         with quota.open_charge(key, NAME) as charged:
@@ -221,7 +221,7 @@ def test_refetched_adapter_is_charged_afterwards(clock: Clock) -> None:
         (Key("admin", is_admin=True, new_adapters_per_minute=2), 7, 2),
     ],
 )
-def test_adapter_quota_per_key(clock: Clock, key: Key, of_server: int | None, limit: int | None) -> None:
+def test_adapter_quota_is_per_key(clock: Clock, key: Key, of_server: int | None, limit: int | None) -> None:
     quota = AdapterQuota(of_server, clock)
     for _ in range(limit or 1000):
         charge(quota, key)

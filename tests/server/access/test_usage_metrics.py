@@ -12,7 +12,7 @@ from tests.server.fake_server import Reply, Routes, chat, complete, generate
 NATIVE, STREAM, COMPLETIONS, CHAT = "/generate", "/generate_stream", "/v1/completions", "/v1/chat/completions"
 COUNTERS = ("lorax_adapter_requests_total", "lorax_adapter_failures_total", "lorax_key_requests_total")
 HOT: dict[str, Any] = {"temperature": 5}
-REFUSED = {
+INVALID_BODIES = {
     NATIVE: lambda name: generate(adapter_id=name, temperature=-1),
     STREAM: lambda name: generate(adapter_id=name, best_of=2, do_sample=True),
     "/": lambda name: generate(adapter_id=name, top_p=7),
@@ -21,34 +21,34 @@ REFUSED = {
 }
 
 
-def booked(routes: Routes, name: str) -> dict[str, float]:
+def read_counts(routes: Routes, name: str) -> dict[str, float]:
     """Return metric values by adapter."""
     text = routes.metrics.render_prometheus().decode()
     found = re.findall(rf'^{name}{{.*?adapter="([^"]*)".*?}} (\S+)$', text, re.MULTILINE)
     return {adapter: float(count) for adapter, count in found if float(count)}
 
 
-def refuse(path: str, name: str | None, **options: Any) -> dict[str, float]:
+def count_rejected(path: str, name: str | None, **options: Any) -> dict[str, float]:
     routes = Routes(["poet"], **options)
-    assert routes.post(path, REFUSED[path](name)).status == (400 if path in (COMPLETIONS, CHAT) else 422)
-    first, *others = [booked(routes, counter) for counter in COUNTERS]
+    assert routes.post(path, INVALID_BODIES[path](name)).status == (400 if path in (COMPLETIONS, CHAT) else 422)
+    first, *others = [read_counts(routes, counter) for counter in COUNTERS]
     assert all(other == first for other in others)
     return first
 
 
-@pytest.mark.parametrize("path", REFUSED)
-def test_rejected_request_counts_toward_named_adapter(path: str) -> None:
-    assert refuse(path, "poet") == {"poet": 1}
-    assert refuse(path, "base") == refuse(path, "") == {"base": 1}
+@pytest.mark.parametrize("path", INVALID_BODIES)
+def test_rejected_request_counts_toward_requested_adapter(path: str) -> None:
+    assert count_rejected(path, "poet") == {"poet": 1}
+    assert count_rejected(path, "base") == count_rejected(path, "") == {"base": 1}
 
 
-@pytest.mark.parametrize("path", REFUSED)
+@pytest.mark.parametrize("path", INVALID_BODIES)
 @pytest.mark.parametrize("source", ["local", "hub"])
 def test_unknown_adapter_names_share_one_label(path: str, source: str) -> None:
-    assert refuse(path, "made-up", default_source=source) == {"unknown": 1}
+    assert count_rejected(path, "made-up", default_source=source) == {"unknown": 1}
 
 
-def test_invented_revisions_and_merges_share_one_label() -> None:
+def test_unknown_revisions_and_merges_share_one_label() -> None:
     routes = Routes(["poet", "pirate"])
     for parameters in (
         {"adapter_id": "poet@made-up"},
@@ -57,7 +57,7 @@ def test_invented_revisions_and_merges_share_one_label() -> None:
         {"adapter_id": "poet", "merged_adapters": {"ids": ["poet"]}},
     ):
         assert routes.post(NATIVE, generate(temperature=-1, **parameters)).status == 422
-    assert booked(routes, COUNTERS[0]) == {"unknown": 4}
+    assert read_counts(routes, COUNTERS[0]) == {"unknown": 4}
 
 
 def test_resolved_adapter_gets_its_label() -> None:
@@ -68,8 +68,8 @@ def test_resolved_adapter_gets_its_label() -> None:
     assert routes.post(NATIVE, generate(adapter_id="found-later", temperature=-1)).status == 422
     routes.resolutions["found-later"] = SourceError("down")
     assert routes.post(NATIVE, body).status >= 400
-    assert booked(routes, COUNTERS[0]) == {"unknown": 1, "found-later": 3}
-    assert booked(routes, COUNTERS[1]) == {"unknown": 1, "found-later": 2}
+    assert read_counts(routes, COUNTERS[0]) == {"unknown": 1, "found-later": 3}
+    assert read_counts(routes, COUNTERS[1]) == {"unknown": 1, "found-later": 2}
 
 
 def test_forbidden_request_counts_toward_listed_adapter(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_forbidden_request_counts_toward_listed_adapter(tmp_path: Path) -> None:
     keys.write_text('[keys.some]\nkey = "some"\nadapters = ["pirate"]\n')
     routes = Routes(["poet"], keys_file=keys)
     assert routes.post(CHAT, chat("poet"), "some").status == 403
-    assert booked(routes, COUNTERS[2]) == {"poet": 1}
+    assert read_counts(routes, COUNTERS[2]) == {"poet": 1}
 
 
 def test_request_during_shutdown_counts_toward_no_adapter() -> None:
@@ -88,7 +88,7 @@ def test_request_during_shutdown_counts_toward_no_adapter() -> None:
     finally:
         routes.service.is_draining = False
     assert reply.status == 503
-    assert "base" not in booked(routes, COUNTERS[0])
+    assert "base" not in read_counts(routes, COUNTERS[0])
 
 
 def test_scored_prompt_has_no_generated_tokens() -> None:
@@ -104,18 +104,18 @@ def test_scored_prompt_has_no_generated_tokens() -> None:
 # --- Tenants ----------------------------------------------------------------------------------------------------------
 
 
-class Elsewhere(Routes):
+class RemoteRoutes(Routes):
     """Routes with a given client address."""
 
     def __init__(self, address: str, **options: Any) -> None:
         super().__init__(["poet"], **options)
-        inner, self.app = self.app, self._from_there  # type: ignore[assignment]
+        inner, self.app = self.app, self._set_client_address  # type: ignore[assignment]
         self._inner, self._address = inner, address
 
-    async def _from_there(self, scope: Any, receive: Any, send: Any) -> None:
+    async def _set_client_address(self, scope: Any, receive: Any, send: Any) -> None:
         await self._inner({**scope, "client": (self._address, 7)}, receive, send)
 
-    def ask_thrice(self, key: str | None = None) -> tuple[set[str], int]:
+    def send_three_requests(self, key: str | None = None) -> tuple[set[str], int]:
         """Send requests. Return the tenants seen by the engine and the number of completions."""
         for path, body in ((NATIVE, generate(adapter_id="poet")), (COMPLETIONS, complete("poet", n=2))):
             assert self.post(path, body, key).status == 200
@@ -129,11 +129,11 @@ class Elsewhere(Routes):
 )
 def test_tenant_is_client_address_without_keys(address: str, tenant: str) -> None:
     """All requests from one address have the same tenant."""
-    assert Elsewhere(address).ask_thrice() == ({tenant}, 7)
+    assert RemoteRoutes(address).send_three_requests() == ({tenant}, 7)
 
 
 def test_tenant_is_key_regardless_of_address(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text('[keys.alice]\nkey = "a"\n[keys.bob]\nkey = "b"\n')
     for address in ("10.0.0.7", "10.0.0.8"):
-        assert Elsewhere(address, keys_file=keys).ask_thrice("a") == ({"alice"}, 7)
+        assert RemoteRoutes(address, keys_file=keys).send_three_requests("a") == ({"alice"}, 7)

@@ -35,12 +35,12 @@ def expected(reply: Reply) -> tuple[int, str, str]:
     return reply.status, error["param"], error["code"]
 
 
-def saying(content: Any) -> dict[str, Any]:
+def make_chat(content: Any) -> dict[str, Any]:
     return chat(messages=[{"role": "user", "content": "a"}, {"role": "user", "content": content}])
 
 
 WRONG: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
-    "too long": (CHAT, saying("x y " * 60), "messages", "context_length_exceeded", "`messages` tokens"),
+    "too long": (CHAT, make_chat("x y " * 60), "messages", "context_length_exceeded", "`messages` tokens"),
     "a long prompt": (
         COMPLETIONS,
         complete(prompt="x y " * 60),
@@ -72,13 +72,25 @@ WRONG: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
     "mixed prompts": (COMPLETIONS, complete(prompt=["a", 1]), "prompt", "invalid_type", "a list of token ids, or"),
     "2049 prompts": (COMPLETIONS, complete(prompt=["a"] * 2049), "prompt", "invalid_value", "at most 2048 items"),
     "a stop": (CHAT, chat(stop=[1]), "stop", "invalid_type", "stop: Input should be a string or a list of strings"),
-    "a number said": (CHAT, saying(5), "messages[1].content", "invalid_type", "should be a string or a list of parts"),
-    "no text": (CHAT, saying([{"type": "text"}]), "messages[1].content[0]", "invalid_value", "`text` must be a string"),
+    "a number said": (
+        CHAT,
+        make_chat(5),
+        "messages[1].content",
+        "invalid_type",
+        "should be a string or a list of parts",
+    ),
+    "no text": (
+        CHAT,
+        make_chat([{"type": "text"}]),
+        "messages[1].content[0]",
+        "invalid_value",
+        "`text` must be a string",
+    ),
     "an image": (
-        *(CHAT, saying([{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}])),
+        *(CHAT, make_chat([{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}])),
         *("messages[1].content[1]", "unsupported_parameter", "content of type 'image_url' is not supported yet"),
     ),
-    "half a character": (CHAT, saying("a\ud800"), "messages", "invalid_value", "lone surrogate (\\ud800"),
+    "half a character": (CHAT, make_chat("a\ud800"), "messages", "invalid_value", "lone surrogate (\\ud800"),
     "half a prompt": (
         COMPLETIONS,
         complete(prompt="\udc00"),
@@ -137,7 +149,7 @@ def test_stored_responses_return_404(method: str, path: str, routes: Templated) 
     assert "not stored" in refused.message
 
 
-def test_405_lists_allowed_methods_once(routes: Templated) -> None:
+def test_405_response_lists_allowed_methods_once(routes: Templated) -> None:
     refused = routes.send("GET", CHAT)
     assert refused.status == 405
     assert refused.header_names.count("allow") == 1
@@ -150,7 +162,7 @@ def test_models_route_accepts_trailing_slash(routes: Templated) -> None:
     assert [each["id"] for each in first.json["data"]] == [each["id"] for each in second.json["data"]]
 
 
-def test_every_union_field_has_expected_form() -> None:
+def test_every_union_field_has_error_description() -> None:
     """Without a description, the error would expose internal type names."""
     schemas: tuple[type[BaseModel], ...] = (ChatCompletionRequest, CompletionRequest, Message)
     for schema in schemas:

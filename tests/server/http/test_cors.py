@@ -14,7 +14,7 @@ from tests.server.service_harness import ServiceHarness
 
 PAGE, OTHER = "http://page.example", "http://other.example"
 CHAT = "/v1/chat/completions"
-STAINLESS = (
+SDK_HEADERS = (
     "authorization,content-type,x-stainless-arch,x-stainless-lang,x-stainless-os,x-stainless-package-version,"
     "x-stainless-retry-count,x-stainless-runtime,x-stainless-runtime-version,x-stainless-timeout"
 )
@@ -26,8 +26,8 @@ def app_of(cors: CorsConfig) -> FastAPI:
     return make_app(ServiceHarness(cors=cors).service)
 
 
-def ask_before(
-    cors: CorsConfig, origin: str = PAGE, headers: str = STAINLESS, method: str = "POST", path: str = CHAT
+def send_preflight(
+    cors: CorsConfig, origin: str = PAGE, headers: str = SDK_HEADERS, method: str = "POST", path: str = CHAT
 ) -> Reply:
     """Send a preflight request."""
     asked = {"origin": origin, "access-control-request-method": method, "access-control-request-headers": headers}
@@ -43,10 +43,10 @@ def send(cors: CorsConfig, method: str, path: str, headers: Mapping[str, str]) -
 @pytest.mark.parametrize("origins", [("*",), (PAGE,)])
 @pytest.mark.parametrize("has_credentials", slow_except([True], [False, True]))
 def test_allowed_origin_may_send_sdk_headers(origins: tuple[str, ...], has_credentials: bool) -> None:
-    reply = ask_before(CorsConfig(origins, allow_credentials=has_credentials))
+    reply = send_preflight(CorsConfig(origins, allow_credentials=has_credentials))
     assert reply.status == 200
     assert reply.headers["access-control-allow-origin"] in ("*", PAGE)
-    assert set(STAINLESS.split(",")) <= set(reply.headers["access-control-allow-headers"].split(","))
+    assert set(SDK_HEADERS.split(",")) <= set(reply.headers["access-control-allow-headers"].split(","))
 
 
 def test_retry_after_header_is_exposed() -> None:
@@ -57,16 +57,16 @@ def test_retry_after_header_is_exposed() -> None:
 
 def test_only_configured_headers_are_allowed() -> None:
     cors = CorsConfig((PAGE,), allow_headers=("authorization",))
-    assert ask_before(cors, headers="authorization,content-type").status == 200
-    assert ask_before(cors).status == 400
+    assert send_preflight(cors, headers="authorization,content-type").status == 200
+    assert send_preflight(cors).status == 400
 
 
 @pytest.mark.parametrize("cors", [CorsConfig(), CorsConfig((OTHER,))], ids=["none", "another"])
 def test_preflight_rejects_other_origins(cors: CorsConfig) -> None:
-    refused = ask_before(cors)
+    refused = send_preflight(cors)
     assert refused.status == 400
     assert "access-control-allow-origin" not in refused.headers
 
 
 def test_preflight_rejects_forbidden_method() -> None:
-    assert ask_before(CorsConfig((PAGE,)), method="DELETE").status == 400
+    assert send_preflight(CorsConfig((PAGE,)), method="DELETE").status == 400

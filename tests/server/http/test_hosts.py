@@ -85,7 +85,7 @@ def test_name_resolving_to_loopback_is_checked(bound: str, address: str) -> None
     assert all(map(hosts.is_allowed, ("localhost:3000", "127.0.0.1", f"[{bound}]:1" if ":" in bound else f"{bound}:1")))
 
 
-def test_mapped_unspecified_address_allows_all_hosts() -> None:
+def test_ipv4_mapped_unspecified_address_allows_all_hosts() -> None:
     assert AllowedHosts("::ffff:0.0.0.0", ()).is_allowed("anything.example")
     assert AllowedHosts("::ffff:0.0.0.0", ("api.example.com",)).is_allowed("10.0.0.7:3000")
 

@@ -27,7 +27,7 @@ SECRET, GUESS = "s3cret-that-nobody-knows", "a-guess-that-may-be-somebody-elses"
 
 
 @pytest.fixture(scope="module")
-def keyed() -> Iterator[SharedServer]:
+def server_with_keys() -> Iterator[SharedServer]:
     """Start a server that requires a key."""
     with pytest.MonkeyPatch.context() as patch, closing(SharedServer(api_keys=("good",), admin_key=SECRET)) as shared:
         patch.setattr(middleware, "DISCARD_TIMEOUT_S", 0.01)
@@ -36,14 +36,14 @@ def keyed() -> Iterator[SharedServer]:
 
 
 @pytest.fixture(scope="module")
-def impatient() -> Iterator[SharedServer]:
+def server_with_timeouts() -> Iterator[SharedServer]:
     """Start a server with short header and body timeouts."""
     with closing(SharedServer(api_keys=("good",), body_timeout_s=0.2)) as shared:
         yield shared
 
 
 @pytest.fixture(scope="module")
-def unlocked() -> Iterator[SharedServer]:
+def server_without_keys() -> Iterator[SharedServer]:
     """Start a server without keys."""
     with closing(SharedServer()) as shared:
         yield shared
@@ -76,7 +76,7 @@ Lines = Callable[[str], list[dict[str, Any]]]
     ],
     ids=lambda headers: headers[0][0] if headers else "nothing else",
 )
-def test_body_is_not_read_without_key(headers: tuple[tuple[str, str], ...], keyed: SharedServer) -> None:
+def test_body_is_not_read_without_key(headers: tuple[tuple[str, str], ...], server_with_keys: SharedServer) -> None:
     """The server responds although the body never arrives."""
     given = {name for name, _ in headers}
     length = () if given & {"content-length", "transfer-encoding"} else (("content-length", "1000"),)
@@ -88,10 +88,10 @@ def test_body_is_not_read_without_key(headers: tuple[tuple[str, str], ...], keye
             assert answer.headers["www-authenticate"] == "Bearer"
             assert answer.headers["connection"] == "close"
 
-    keyed.run(check)
+    server_with_keys.run(check)
 
 
-def test_rejected_body_is_discarded(keyed: SharedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejected_body_is_discarded(server_with_keys: SharedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that keeps sending after the response is disconnected."""
     monkeypatch.setattr(middleware, "MAX_DISCARDED_BYTES", 2**16)
     monkeypatch.setattr(middleware, "DISCARD_TIMEOUT_S", 1000.0)
@@ -105,7 +105,7 @@ def test_rejected_body_is_discarded(keyed: SharedServer, monkeypatch: pytest.Mon
             while True:
                 await connection.send(b"x" * 2**16)
 
-    keyed.run(check)
+    server_with_keys.run(check)
 
 
 OPEN_PATHS = (
@@ -115,17 +115,17 @@ OPEN_PATHS = (
 
 
 @pytest.mark.parametrize("path", OPEN_PATHS)
-def test_public_paths_need_no_key(path: str, keyed: SharedServer) -> None:
+def test_public_paths_need_no_key(path: str, server_with_keys: SharedServer) -> None:
     async def check(server: SocketServer) -> None:
         for method in ("GET", "HEAD"):
             assert (await server.fetch(request(method, path))).status in (200, 307)
 
-    keyed.run(check)
+    server_with_keys.run(check)
 
 
-def test_all_other_routes_need_key(keyed: SharedServer) -> None:
+def test_all_other_routes_need_key(server_with_keys: SharedServer) -> None:
     """Test all routes in the OpenAPI schema, including routes added later."""
-    paths = keyed.app.openapi()["paths"]
+    paths = server_with_keys.app.openapi()["paths"]
     asked = [(method.upper(), path) for path, methods in paths.items() for method in methods]
     run_program = [(method, path) for method, path in asked if method != "GET" or path not in (*OPEN_PATHS, "/startup")]
     assert ("GET", "/info") in run_program
@@ -134,22 +134,22 @@ def test_all_other_routes_need_key(keyed: SharedServer) -> None:
         for method, path in run_program:
             assert (await server.fetch(request(method, path))).status == 401, (method, path)
 
-    keyed.run(check)
+    server_with_keys.run(check)
 
 
 @pytest.mark.parametrize("path", ["/v1/adapters?limit=0", "/v1/adapters?after=%00", "/v1/models/x", "/info"])
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
-def test_query_is_not_validated_without_key(method: str, path: str, keyed: SharedServer) -> None:
+def test_query_is_not_validated_without_key(method: str, path: str, server_with_keys: SharedServer) -> None:
     async def check(server: SocketServer) -> None:
         answer = await server.fetch(request(method, path))
         assert (answer.status, answer.headers["www-authenticate"]) == (401, "Bearer")
 
-    keyed.run(check)
+    server_with_keys.run(check)
 
 
-def test_startup_probes_share_one_token(unlocked: SharedServer) -> None:
+def test_startup_probes_share_one_token(server_without_keys: SharedServer) -> None:
     """Concurrent and later probes share one token unless the engine is lost."""
-    engine, probe = unlocked.harness.engine, request("GET", "/startup")
+    engine, probe = server_without_keys.harness.engine, request("GET", "/startup")
 
     async def check(server: SocketServer) -> None:
         asking = [asyncio.create_task(server.fetch(probe)) for _ in range(3)]
@@ -165,7 +165,7 @@ def test_startup_probes_share_one_token(unlocked: SharedServer) -> None:
         finally:
             engine.is_healthy = True
 
-    unlocked.run(check)
+    server_without_keys.run(check)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_startup_probes_share_one_token(unlocked: SharedServer) -> None:
     ids=lambda value: str(value)[:50],
 )
 def test_repeated_authorization_header_is_rejected(
-    path: str, headers: list[str], status: int, keyed: SharedServer
+    path: str, headers: list[str], status: int, server_with_keys: SharedServer
 ) -> None:
     async def check(server: SocketServer) -> None:
         given = [header.partition(": ")[::2] for header in headers]
@@ -204,21 +204,21 @@ def test_repeated_authorization_header_is_rejected(
         wrong = 400 if path.startswith("/v1/") else 422
         assert answer.status == (wrong if status == 200 else status)  # `{}` is an invalid body
 
-    keyed.run(check)
+    server_with_keys.run(check)
 
 
 # --- Hosts and origins ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", ["/health", "/metrics", "/ui/", "/v1/models", "/docs", "/nowhere"])
-def test_dns_rebinding_is_rejected(path: str, unlocked: SharedServer) -> None:
+def test_dns_rebinding_is_rejected(path: str, server_without_keys: SharedServer) -> None:
     async def check(server: SocketServer) -> None:
         for method in ("GET", "POST"):
             answer = await server.fetch(head(method, path, [b"host: evil.example:3000", b"content-length: 0"]))
             assert answer.status == 403
             assert "--allowed-host" in str(parse_error(answer))
 
-    unlocked.run(check)
+    server_without_keys.run(check)
 
 
 @pytest.mark.parametrize(
@@ -236,17 +236,19 @@ def test_dns_rebinding_is_rejected(path: str, unlocked: SharedServer) -> None:
     ],
     ids=str,
 )
-def test_host_header_must_be_unique_and_allowed(headers: list[bytes], status: int, unlocked: SharedServer) -> None:
+def test_host_header_must_be_unique_and_allowed(
+    headers: list[bytes], status: int, server_without_keys: SharedServer
+) -> None:
     async def check(server: SocketServer) -> None:
         assert (await server.fetch(head("GET", "/health", headers))).status == status
 
-    unlocked.run(check)
+    server_without_keys.run(check)
 
 
 ORIGIN = ("origin", "http://evil.example")
 
 
-def test_cross_origin_requests_are_rejected(unlocked: SharedServer) -> None:
+def test_cross_origin_requests_are_rejected(server_without_keys: SharedServer) -> None:
     async def check(server: SocketServer) -> None:
         for headers in ((), (("access-control-request-headers", "authorization,content-type"),)):
             asked = [ORIGIN, ("access-control-request-method", "POST"), *headers]
@@ -258,25 +260,25 @@ def test_cross_origin_requests_are_rejected(unlocked: SharedServer) -> None:
         assert "access-control-allow-origin" not in answer.headers, "a page cannot read it"
         for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):  # need no preflight
             assert (await server.fetch(post("/generate", GOOD, ORIGIN, kind=kind))).status == 415
-        assert unlocked.harness.engine.added == []
+        assert server_without_keys.harness.engine.added == []
 
-    unlocked.run(check)
+    server_without_keys.run(check)
 
 
-def test_playground_uses_same_origin(unlocked: SharedServer) -> None:
+def test_playground_uses_same_origin(server_without_keys: SharedServer) -> None:
     own = ("origin", "http://localhost:3000")
 
     async def check(server: SocketServer) -> None:
         asking = asyncio.create_task(server.fetch(post("/generate", GOOD, own)))
-        await unlocked.complete_all_requests()
+        await server_without_keys.complete_all_requests()
         assert (await asking).status == 200
 
-    unlocked.run(check)
+    server_without_keys.run(check)
 
 
 # --- Counts and logs of refusals --------------------------------------------------------------------------------------
 
-TOO_MUCH = ("content-length", str(10**9))
+OVERSIZED_LENGTH = ("content-length", str(10**9))
 
 
 @pytest.mark.parametrize(
@@ -285,7 +287,7 @@ TOO_MUCH = ("content-length", str(10**9))
         (with_key("/generate", b"{"), 400, "validation", "/generate"),
         (with_key("/generate", b"\xff"), 400, "validation", "/generate"),
         (post("/generate?key=s3cret", GOOD), 401, "authentication", "/generate"),
-        (with_key("/generate", b"", "good", TOO_MUCH), 413, "validation", "/generate"),
+        (with_key("/generate", b"", "good", OVERSIZED_LENGTH), 413, "validation", "/generate"),
         (
             with_key("/v1/completions", b"", "good", ("content-type", "text/plain")),
             415,
@@ -308,7 +310,13 @@ TOO_MUCH = ("content-length", str(10**9))
     ids=lambda value: str(value)[:40],
 )
 def test_rejection_is_counted_and_logged_once(
-    data: bytes, status: int, kind: str, route: str, lines: Lines, keyed: SharedServer, impatient: SharedServer
+    data: bytes,
+    status: int,
+    kind: str,
+    route: str,
+    lines: Lines,
+    server_with_keys: SharedServer,
+    server_with_timeouts: SharedServer,
 ) -> None:
     async def check(server: SocketServer) -> None:
         of_kind = f'err="{kind}"'
@@ -318,14 +326,14 @@ def test_rejection_is_counted_and_logged_once(
         after = [server.count(*name) for name in names]
         assert [new - old for new, old in zip(after, before, strict=True)] == [1, 1, 0]  # no key is charged
 
-    (impatient if status == 408 else keyed).run(check)
+    (server_with_timeouts if status == 408 else server_with_keys).run(check)
     (line,) = lines("request")
     assert (line["status"], line["route"], line["address"]) == (status, route, "127.0.0.1")
     assert line["key"] == ("key-1" if b"Bearer good" in data else "")
     assert "s3cret" not in str(line)
 
 
-def test_idle_connection_is_not_counted_as_request(lines: Lines, impatient: SharedServer) -> None:
+def test_idle_connection_is_not_counted_as_request(lines: Lines, server_with_timeouts: SharedServer) -> None:
     async def check(server: SocketServer) -> None:
         before = server.count("lorax_request_count")
         connection = await server.connect()
@@ -333,11 +341,11 @@ def test_idle_connection_is_not_counted_as_request(lines: Lines, impatient: Shar
         assert answer.status == 408
         assert server.count("lorax_request_count") == before
 
-    impatient.run(check)
+    server_with_timeouts.run(check)
     assert lines("request") == []
 
 
-def test_unused_body_does_not_break_next_request(keyed: SharedServer) -> None:
+def test_unused_body_does_not_break_next_request(server_with_keys: SharedServer) -> None:
     async def check(server: SocketServer) -> None:
         connection = await server.connect()
         await connection.send(head("GET", "/health", [b"host: localhost", b"content-length: 3"]))
@@ -345,13 +353,13 @@ def test_unused_body_does_not_break_next_request(keyed: SharedServer) -> None:
         await connection.send(b"xxx" + HEALTH)
         assert [answer.status for answer in await connection.read_responses(1)] == [200]
 
-    keyed.run(check)
+    server_with_keys.run(check)
 
 
 # --- Audit ------------------------------------------------------------------------------------------------------------
 
 
-def test_admin_actions_are_logged(lines: Lines, keyed: SharedServer) -> None:
+def test_admin_actions_are_logged(lines: Lines, server_with_keys: SharedServer) -> None:
     poet, nobody = {"adapter_id": "poet"}, {"adapter_id": "nobody"}
 
     async def check(server: SocketServer) -> None:
@@ -363,13 +371,13 @@ def test_admin_actions_are_logged(lines: Lines, keyed: SharedServer) -> None:
             assert (await server.fetch(with_key(path, body, key))).status == status
         connection = await server.connect()
         await connection.send(with_key("/v1/adapters/load", poet, SECRET, ("x-request-id", "it")))
-        while not keyed.harness.engine.sent:
+        while not server_with_keys.harness.engine.sent:
             await asyncio.sleep(0.001)
-        for call in list(keyed.harness.engine._queries.values()):
+        for call in list(server_with_keys.harness.engine._queries.values()):
             call.set_exception(AdapterError("it is broken"))
         await connection.read_responses(1)
 
-    keyed.run(check)
+    server_with_keys.run(check)
     found = [(each["action"], each["adapter"], each["key"], each["status"]) for each in lines("audit")]
     assert found == [
         ("unload", "nobody", "admin", 404),
@@ -383,18 +391,18 @@ def test_admin_actions_are_logged(lines: Lines, keyed: SharedServer) -> None:
 
 
 @pytest.mark.parametrize(("method", "path"), [("POST", "/generate"), ("GET", "/v1/models"), ("GET", "/info")])
-def test_rejected_key_is_logged(method: str, path: str, lines: Lines, keyed: SharedServer) -> None:
+def test_rejected_key_is_logged(method: str, path: str, lines: Lines, server_with_keys: SharedServer) -> None:
     async def check(server: SocketServer) -> None:
         answer = await server.fetch(request(method, path, [("authorization", f"Bearer {GUESS}")]))
         assert answer.status == 401
 
-    keyed.run(check)
+    server_with_keys.run(check)
     (line,) = lines("audit")
     assert (line["action"], line["status"], line["route"], line["address"]) == ("authenticate", 401, path, "127.0.0.1")
     assert GUESS not in str(lines("audit") + lines("request"))
 
 
-def test_log_lines_for_invalid_keys_are_limited(lines: Lines, keyed: SharedServer) -> None:
+def test_log_lines_for_invalid_keys_are_limited(lines: Lines, server_with_keys: SharedServer) -> None:
     async def check(server: SocketServer) -> None:
         before = server.count("lorax_request_failure", 'err="authentication"')
         for number in range(MAX_LINES_PER_MINUTE + 20):
@@ -402,7 +410,7 @@ def test_log_lines_for_invalid_keys_are_limited(lines: Lines, keyed: SharedServe
         after = server.count("lorax_request_failure", 'err="authentication"')
         assert after - before == MAX_LINES_PER_MINUTE + 20
 
-    keyed.run(check)
+    server_with_keys.run(check)
     assert len(lines("audit")) == len(lines("request")) == MAX_LINES_PER_MINUTE
 
 
@@ -421,7 +429,12 @@ def test_log_lines_for_invalid_keys_are_limited(lines: Lines, keyed: SharedServe
     ids=["schema", "kind", "nowhere", "admin"],
 )
 def test_log_lines_for_anonymous_callers_are_limited(
-    data: bytes, status: int, messages: list[str], lines: Lines, unlocked: SharedServer, monkeypatch: pytest.MonkeyPatch
+    data: bytes,
+    status: int,
+    messages: list[str],
+    lines: Lines,
+    server_without_keys: SharedServer,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Log lines are also limited on a server without keys."""
     monkeypatch.setattr(audit, "MAX_LINES_PER_MINUTE", 3)
@@ -430,19 +443,19 @@ def test_log_lines_for_anonymous_callers_are_limited(
         for _ in range(6):
             assert (await server.fetch(data)).status == status
 
-    unlocked.run(check)
+    server_without_keys.run(check)
     assert {message: len(lines(message)) for message in messages} == dict.fromkeys(messages, 3)
 
 
 # --- Sharing of cached prompts ----------------------------------------------------------------------------------------
 
 
-def test_prefix_cache_is_shared_without_keys(unlocked: SharedServer) -> None:
+def test_prefix_cache_is_shared_without_keys(server_without_keys: SharedServer) -> None:
     async def check(server: SocketServer) -> None:
         for bearer in ("", "one", "other"):
             asking = asyncio.create_task(server.fetch(with_key("/generate", GOOD, bearer)))
-            await unlocked.complete_all_requests()
+            await server_without_keys.complete_all_requests()
             assert (await asking).status == 200
-        assert {each.salt for each in unlocked.harness.engine.added} == {""}
+        assert {each.salt for each in server_without_keys.harness.engine.added} == {""}
 
-    unlocked.run(check)
+    server_without_keys.run(check)

@@ -33,7 +33,7 @@ class Source:
             self.is_closed = True
 
 
-async def for_ever() -> None:
+async def wait_forever() -> None:
     await asyncio.Event().wait()
 
 
@@ -139,7 +139,7 @@ def test_active_stream_sends_no_keep_alive() -> None:
 
 def test_disconnect_stops_stream() -> None:
     async def check() -> None:
-        source, peer, ends = Source(encode_event(1), then=for_ever), Peer(), list[bool]()
+        source, peer, ends = Source(encode_event(1), then=wait_forever), Peer(), list[bool]()
         running = asyncio.create_task(run(source, peer, ends))
         await settle()
         peer.arrivals.put_nowait({"type": "http.request", "body": b"", "more_body": False})  # is no leaving
@@ -156,7 +156,7 @@ def test_disconnect_stops_stream() -> None:
 
 def test_early_disconnect_stops_stream_before_events() -> None:
     async def check() -> None:
-        source, peer, ends = Source(encode_event(1), then=for_ever), Peer(), list[bool]()
+        source, peer, ends = Source(encode_event(1), then=wait_forever), Peer(), list[bool]()
         peer.disconnect()
         await run(source, peer, ends)
         assert ends == [True]
@@ -167,7 +167,7 @@ def test_early_disconnect_stops_stream_before_events() -> None:
 
 def test_cancelled_stream_counts_as_disconnected() -> None:
     async def check() -> None:
-        source, peer, ends = Source(encode_event(1), then=for_ever), Peer(), list[bool]()
+        source, peer, ends = Source(encode_event(1), then=wait_forever), Peer(), list[bool]()
         running = asyncio.create_task(run(source, peer, ends))
         await settle()
         running.cancel()
@@ -215,7 +215,7 @@ def test_stream_finishes_if_events_fail_to_close() -> None:
     async def stubborn() -> AsyncGenerator[bytes, None]:
         try:
             yield encode_event(1)
-            await for_ever()
+            await wait_forever()
         finally:
             raise RuntimeError("not me")
 
@@ -227,7 +227,7 @@ def test_stream_finishes_if_events_fail_to_close() -> None:
         async def block(message: Message) -> None:
             if message.get("body"):
                 peer.disconnect()
-                await for_ever()
+                await wait_forever()
 
         peer._before_send = block  # closed at a yield, not at an await
         with pytest.raises(RuntimeError, match="not me"):

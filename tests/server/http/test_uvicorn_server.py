@@ -24,7 +24,7 @@ from tests.server.socket_server import HEALTH, TIMEOUT_S, ClientConnection, Sock
 
 BUSY = head("GET", "/stay", [b"host: localhost"])
 LONG = b"x" * 2**23  # larger than both socket buffers
-ASK_LONG = head("GET", "/long", [b"host: localhost"])
+LONG_REQUEST = head("GET", "/long", [b"host: localhost"])
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -59,17 +59,17 @@ def run(check: Callable[[SocketServer], Awaitable[None]], max_connections: int =
         runner.run(inside())
 
 
-async def stay(edge: SocketServer, address: str = "127.0.0.1") -> ClientConnection:
+async def open_busy_connection(edge: SocketServer, address: str = "127.0.0.1") -> ClientConnection:
     """Open a connection with a request that gets no response."""
     wire = await edge.connect(address)
     await wire.send(HEALTH)
     await wire.read_responses(1)
     await wire.send(BUSY)
-    await until_app_has(edge, wire)
+    await wait_for_app(edge, wire)
     return wire
 
 
-async def until_app_has(edge: SocketServer, wire: ClientConnection) -> None:
+async def wait_for_app(edge: SocketServer, wire: ClientConnection) -> None:
     """Wait until the application has the request for `/stay`."""
 
     def is_there(connection: Any) -> bool:
@@ -82,7 +82,7 @@ async def until_app_has(edge: SocketServer, wire: ClientConnection) -> None:
 
 def test_connections_above_the_limit_get_503() -> None:
     async def check(edge: SocketServer) -> None:
-        first, _ = await stay(edge), await stay(edge)
+        first, _ = await open_busy_connection(edge), await open_busy_connection(edge)
         for _ in range(4):
             wire = await edge.connect()
             (answer,) = await wire.read_responses()
@@ -166,7 +166,7 @@ def test_unread_small_response_does_not_keep_connection(monkeypatch: pytest.Monk
         await until_open(edge, 1)
         (connection,) = edge.state.connections
         connection.transport.set_write_buffer_limits(high=2 * len(LONG))  # so that all of it is little
-        connection.data_received(ASK_LONG)
+        connection.data_received(LONG_REQUEST)
         await until_written(edge)
         await until_open(edge, 0)
 
@@ -180,7 +180,7 @@ def test_slow_reader_gets_complete_response(monkeypatch: pytest.MonkeyPatch) -> 
 
     async def check(edge: SocketServer) -> None:
         wire = await edge.connect_slow_reader()
-        await wire.send(ASK_LONG)
+        await wire.send(LONG_REQUEST)
         await until_open(edge, 1)
         started, taken = time.monotonic(), 0
         while taken < len(LONG):
@@ -196,11 +196,13 @@ def test_slow_reader_gets_complete_response(monkeypatch: pytest.MonkeyPatch) -> 
 
 # --- A timer for every connection -------------------------------------------------------------------------------------
 
-REST = head("GET", "/health", [b"host: localhost", b"content-length: 3"])
+REQUEST_WITH_BODY = head("GET", "/health", [b"host: localhost", b"content-length: 3"])
 
 
 @pytest.mark.parametrize(
-    ("first", "then"), [(HEALTH, b"\r\n"), (HEALTH, b"\r\n\r\n"), (REST, b"xxx"), (REST, b"xxx\r\n")], ids=repr
+    ("first", "then"),
+    [(HEALTH, b"\r\n"), (HEALTH, b"\r\n\r\n"), (REQUEST_WITH_BODY, b"xxx"), (REQUEST_WITH_BODY, b"xxx\r\n")],
+    ids=repr,
 )
 def test_invalid_bytes_do_not_keep_connection(first: bytes, then: bytes) -> None:
     async def check(edge: SocketServer) -> None:
@@ -234,7 +236,7 @@ def test_responding_connection_is_not_closed_as_idle() -> None:
         await wire.send(HEALTH + BUSY[:-2])
         assert [answer.status for answer in await wire.read_responses(1)] == [200]
         await wire.send(BUSY[-2:])
-        await until_app_has(edge, wire)
+        await wait_for_app(edge, wire)
         connection: Any
         (connection,) = edge.state.connections
         assert connection.timeout_keep_alive_task is None

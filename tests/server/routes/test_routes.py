@@ -224,7 +224,7 @@ def send_request(routes: Routes, name: str, key: str | None = None, source: str 
     return routes.post(NATIVE, generate(adapter_id=name, adapter_source=source), key)
 
 
-def test_new_adapter_quota_per_key(keys_file: Path) -> None:
+def test_new_adapter_quota_is_per_key(keys_file: Path) -> None:
     routes = Routes(keys_file=keys_file)
     assert [send_request(routes, name, "few").status for name in ("o/a", "o/b", "o/a", "o/b")] == [200] * 4
     rejected = send_request(routes, "o/c", "few")
@@ -238,7 +238,7 @@ def test_new_adapter_quota_per_key(keys_file: Path) -> None:
     assert send_request(routes, "o/c", "few").status == 200  # known after the request with the other key
 
 
-def test_failed_lookups_use_up_quota(keys_file: Path) -> None:
+def test_failed_lookups_consume_quota(keys_file: Path) -> None:
     routes = Routes(keys_file=keys_file)
     routes.resolutions |= {f"o/{number}": AdapterNotFoundError("no such repository") for number in range(9)}
     assert [send_request(routes, f"o/{number}", "few").status for number in range(4)] == [424, 424, 429, 429]
@@ -336,7 +336,7 @@ LOGPROB_REQUESTS: dict[str, tuple[str, dict[str, Any], int]] = {  # path, body, 
 
 
 @pytest.mark.parametrize("what", LOGPROB_REQUESTS)
-def test_log_probability_limit_on_all_routes(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_probability_limit_applies_to_all_routes(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path, body, count = LOGPROB_REQUESTS[what]
     routes = Routes()
     set_template(routes)

@@ -113,7 +113,7 @@ def test_token_prompt_offsets_match_text_prompt(kind: str) -> None:
     assert routes.complete_both_ways(prompt=PROMPT, echo=True, max_tokens=0)[2] == as_text[2][: len(ids)]
 
 
-def test_special_tokens_in_prompt_text_have_length() -> None:
+def test_special_tokens_in_prompt_count_toward_text_offsets() -> None:
     text, tokens, offsets = ScoringRoutes("byte-level", " on").complete_both_ways(prompt=f"a{EOS}b", echo=True)
     assert text == f"a{EOS}b on"
     assert dict(zip(tokens[1:4], offsets[1:4], strict=True)) == {"a": 0, EOS: 1, "b": 5}

@@ -65,7 +65,7 @@ def routes() -> LoadTrackingRoutes:
 
 @pytest.mark.parametrize("second", SPELLINGS)
 @pytest.mark.parametrize("unloaded", SPELLINGS)
-def test_unload_by_any_spelling_of_name(routes: LoadTrackingRoutes, second: str, unloaded: str) -> None:
+def test_unload_accepts_any_spelling_of_name(routes: LoadTrackingRoutes, second: str, unloaded: str) -> None:
     for name in ("json", second):
         reply = routes.use(name)
         assert (reply.status, reply.headers["x-adapter-id"]) == (200, "json")
@@ -82,7 +82,7 @@ def test_name_spellings_share_one_metric_label(routes: LoadTrackingRoutes) -> No
     assert "./json" not in text
 
 
-def test_unpinned_copy_does_not_block_unload(routes: LoadTrackingRoutes) -> None:
+def test_unpinned_identical_adapter_does_not_block_unload(routes: LoadTrackingRoutes) -> None:
     routes.use("json")
     routes.use("twin")
     assert routes.unload("json").status == 200
@@ -92,7 +92,7 @@ def test_unpinned_copy_does_not_block_unload(routes: LoadTrackingRoutes) -> None
     assert "hash of json" in routes.device
 
 
-def test_pinned_copy_blocks_unload_with_409(routes: LoadTrackingRoutes) -> None:
+def test_pinned_identical_adapter_blocks_unload_with_409(routes: LoadTrackingRoutes) -> None:
     routes.use("json")
     routes.load("twin", pin=True)
     for path, body in (
@@ -138,7 +138,7 @@ def test_loading_new_version_unloads_pinned_old_version(routes: LoadTrackingRout
     assert routes.device == {"hash of newer": True}
 
 
-def test_unload_by_alias_or_name(routes: LoadTrackingRoutes) -> None:
+def test_unload_accepts_alias_or_name(routes: LoadTrackingRoutes) -> None:
     """Unloading works with either name. Only the given name is removed, if the load route assigned it."""
     routes.load("json", name="alias", pin=True)
     assert routes.unload("json").status == 200
@@ -290,7 +290,7 @@ def test_dare_merge_uses_request_seed(routes: LoadTrackingRoutes) -> None:
     assert len({Merge((1.0,), "dare_ties", 0.5, seed=seed).identity(["x"]) for seed in (0, 1, 2)}) == 3
 
 
-def test_merge_name_is_consistent(routes: LoadTrackingRoutes) -> None:
+def test_merge_name_is_equal_in_header_listing_and_metrics(routes: LoadTrackingRoutes) -> None:
     reply, _ = merge(routes)
     assert reply.headers["x-adapter-id"] == "sql,json"
     assert routes.list_adapters()["sql,json"]["hash"] == "merged"

@@ -105,7 +105,7 @@ def test_lorax_metrics_keep_names_and_types() -> None:
         assert not name.endswith("_created")
 
 
-def test_each_family_appears_once_with_help() -> None:
+def test_each_metric_family_appears_once_with_help() -> None:
     metrics = make()
     metrics.record_finished(record(error_type="validation", status=422))
     text = metrics.render_prometheus().decode()

@@ -65,7 +65,7 @@ def test_tool_calls_are_parsed(example: Example) -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("tool_format", FORMATS)
-def test_written_calls_are_parsed_as_same_calls(tool_format: str, count: int) -> None:
+def test_written_tool_calls_round_trip(tool_format: str, count: int) -> None:
     calls = [Call("weather", {"city": "Øslo", "days": 2}), Call("now", {})][:count]
     text = FORMATS[tool_format]().write_calls(calls)
     assert read(tool_format, [text]) == [(call.name, json.dumps(call.arguments, ensure_ascii=False)) for call in calls]

@@ -18,6 +18,7 @@ namespace ISA {
 #include "embedding_lookup.h"
 #include "norm.h"
 #include "activation.h"
+#include "experts.h"
 #include "sampling.h"
 #include "rotary_kv_cache.h"
 #include "attention_math.h"

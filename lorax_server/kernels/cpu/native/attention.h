@@ -23,12 +23,18 @@ struct Block {
   int64_t sequence, head, first, count, cost;
 };
 
-// Scale, window, soft cap and ALiBi slopes. Scores are in log2 units, because exp2 is cheaper than exp.
+// Scale, window, soft cap, ALiBi slopes and attention sinks. Scores are in log2 units, because exp2 is cheaper than exp.
 struct ScoreRule {
   float scale;
   int64_t window;
   float cap;            // 0: none
   const float* slopes;  // one per head; null: none
+  const float* sinks;   // one per head; null: none
+
+  // Return the weight of the head's attention sink, relative to the maximum score.
+  float sink_weight(int64_t head, float top) const {
+    return sinks == nullptr ? 0.0f : power_of_two(broadcast(std::min(sinks[head] * 1.44269504f - top, 120.0f)))[0];
+  }
 
   // Apply the soft cap, then the ALiBi slope.
   void apply(float* scores, int64_t count, int64_t head, int64_t distance) const {
@@ -236,6 +242,7 @@ struct Attention {
         for (int64_t d = 0; d < dim; d += VL)
           store(sums + d, i == 0 ? load(from + d) * weight : load(sums + d) + load(from + d) * weight);
       }
+      mass += rule.sink_weight(splits.head * group + g, top);
       store_output(sums, mass, starts[splits.sequence], splits.head * group + g);
     }
   }
@@ -264,8 +271,10 @@ struct Attention {
       pack(block, std::max(key, first), std::min(key + KEY_TILE, last), key, key_panels, value_panels);
       for (int64_t row = 0; row < count; row += MAX_TILE_ROWS) attend_tile(rows, row, key, key_panels, value_panels);
     }
-    for (int64_t i = 0; i < count; i++)
-      store_output(sums + i * padded, sum(load(mass + i * VL)), token + i / group, head + i % group);
+    for (int64_t i = 0; i < count; i++) {
+      const float total = sum(load(mass + i * VL)) + rule.sink_weight(head + i % group, best[i]);
+      store_output(sums + i * padded, total, token + i / group, head + i % group);
+    }
   }
 
   // Pack the keys of a tile as `[keys / PANEL, dim, PANEL]` and the values as `[dim / PANEL, keys, PANEL]`.
@@ -329,8 +338,8 @@ static void run_decode(const Paged& batch, const void* q, Strides strides, const
 // Decode attention: one new token per sequence. Its key and value are in the cache.
 EXPORT(decode_attention, const Paged* batch, const void* q, int64_t token, int64_t head, const void* keys,
                          const void* values, void* out, int64_t heads, float scale, int64_t window, float cap,
-                         const float* slopes) {
-  const ScoreRule rule{scale, window, cap, slopes};
+                         const float* slopes, const float* sinks) {
+  const ScoreRule rule{scale, window, cap, slopes, sinks};
   switch (batch->dtype) {
     case FLOAT32: return run_decode<float>(*batch, q, {token, head}, keys, values, out, heads, rule);
     case BFLOAT16: return run_decode<Bf16>(*batch, q, {token, head}, keys, values, out, heads, rule);
@@ -357,8 +366,8 @@ static void run_prefill(const Paged& batch, const NewTokens& new_tokens, const v
 EXPORT(prefill_attention, const Paged* batch, const void* q, int64_t q_token, int64_t q_head, const void* k,
                           int64_t k_token, int64_t k_head, const void* v, int64_t v_token, int64_t v_head,
                           const void* keys, const void* values, void* out, int64_t heads, float scale,
-                          int64_t window, float cap, const float* slopes) {
-  const ScoreRule rule{scale, window, cap, slopes};
+                          int64_t window, float cap, const float* slopes, const float* sinks) {
+  const ScoreRule rule{scale, window, cap, slopes, sinks};
   const NewTokens new_tokens{q, k, v, {q_token, q_head}, {k_token, k_head}, {v_token, v_head}};
   switch (batch->dtype) {
     case FLOAT32: return run_prefill<float>(*batch, new_tokens, keys, values, out, heads, rule);

@@ -72,7 +72,9 @@ struct Plan {
     const int64_t place = lora.adapters[s] * lora.targets + target, *fields = lora.table + place * FIELDS;
     const T* buffer = (const T*)lora.buffer;
     const auto at = [&](Field field) { return fields[field] < 0 ? nullptr : buffer + fields[field]; };
-    return {at(A), at(B), at(OUTPUT_SCALE), at(OUTPUT_BIAS), fields[RANK], start, stop, 0, lora.scales[place]};
+    const int64_t *features = lora.features + 2 * target, before = lora.expert * fields[RANK];
+    const T *a = at(A) + before * features[0], *b = at(B) + before * features[1];  // of this expert
+    return {a, b, at(OUTPUT_SCALE), at(OUTPUT_BIAS), fields[RANK], start, stop, 0, lora.scales[place]};
   }
 
   void add_tasks(const Lora& lora, int64_t s, int64_t index) {

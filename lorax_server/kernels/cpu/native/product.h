@@ -13,12 +13,13 @@ STRUCT(Matrix, const void* panels; const void* bias; int64_t outputs; int64_t in
        int32_t bits; int32_t block; int32_t has_offsets; int32_t has_wide_scales; int32_t uses_dot;);
 
 // As in `LoraBatch`: segment i is rows bounds[i] to bounds[i + 1], with one adapter.
-// `table` is [adapters, targets, FIELDS], `scales` [adapters, targets], `features` [targets, 2].
+// `table` is [adapters, targets, FIELDS], `scales` [adapters, targets], `features` [targets, 2]. `expert` selects the factors
+// of targets with one pair of factors per expert.
 STRUCT(Lora, const void* buffer; const int64_t* table; const float* scales; const int64_t* features; int64_t targets;
-       const int64_t* bounds; const int64_t* adapters; int64_t segments;);
+       const int64_t* bounds; const int64_t* adapters; int64_t segments; int64_t expert;);
 
 ENUM(Field, A = 0, B = 1, OUTPUT_SCALE = 2, OUTPUT_BIAS = 3, RANK = 7, FIELDS = 10);
-ENUM(Gate, NONE = 0, SILU = 1, GELU_TANH = 2);
+ENUM(Gate, NONE = 0, SILU = 1, GELU_TANH = 2, CLAMPED_SWIGLU = 3);  // the last one only for experts
 
 // The weights of one adapter at one target, for one segment.
 template <class T>

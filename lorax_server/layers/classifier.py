@@ -1,0 +1,52 @@
+"""Linear layers of classification heads, which adapters replace as a whole (PEFT's `modules_to_save`)."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lorax_server.adapters.batch import AdapterArena
+from lorax_server.adapters.target import AdapterTarget, TargetKind
+from lorax_server.distributed import unsharded
+from lorax_server.weights import Weights
+
+
+class ClassifierLinear(nn.Module):
+    """A linear layer that runs on the tokens of one sequence at a time, with the weights of the sequence's adapter.
+
+    The base model may lack the layer: then each adapter must have it. Only these sequences can be classified.
+    """
+
+    def __init__(self, weights: Weights, name: str, in_features: int, out_features: int | None, *, bias: bool) -> None:
+        """Load the layer if the checkpoint has it. Without `out_features`, the checkpoint and adapters choose them."""
+        super().__init__()
+        self.name = name
+        self.weight: torch.Tensor | None = None
+        self.bias: torch.Tensor | None = None
+        if weights.has(f"{name}.weight"):
+            size = out_features or weights.get_shape(f"{name}.weight")[0]
+            self.weight = weights.get_tensor(f"{name}.weight", (size, in_features))
+            self.bias = weights.get_tensor(f"{name}.bias", (size,)) if bias else None
+        outputs = unsharded(out_features or (0 if self.weight is None else len(self.weight)))
+        self.targets = (
+            AdapterTarget(
+                name,
+                TargetKind.CLASSIFIER,
+                unsharded(in_features),
+                outputs,
+                slice(0, 0),
+                self.weight,
+                self.bias,
+                is_resizable=out_features is None,
+            ),
+        )
+
+    def forward(self, x: torch.Tensor, adapter: int, arena: AdapterArena | None) -> torch.Tensor:
+        """Return the outputs for one sequence. Without any weights, return no outputs."""
+        weight: Any = self.weight
+        bias = self.bias
+        if adapter and arena is not None:
+            replaced = arena.classifier(adapter, self.name)
+            weight, bias = (weight, bias) if replaced is None else replaced
+        return x[:, :0] if weight is None else F.linear(x, weight, bias)

@@ -1,0 +1,313 @@
+"""Routes for embeddings, classification, reranking and scores."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from lorax_server.generation import pooled_results as results
+from lorax_server.pooling import CLASSIFY, EMBED, SCORE, TOKEN_CLASSIFY
+from lorax_server.server.adapter_lookup import ResolvedModel
+from lorax_server.server.checks import check, check_no_surrogates
+from lorax_server.server.http.error_responses import json_response
+from lorax_server.server.request_context import RequestContext
+from lorax_server.server.routes import lorax, openai
+from lorax_server.server.schemas.lorax import OpenSchema
+from lorax_server.server.schemas.pooling import (
+    MAX_INPUTS,
+    Classes,
+    ClassifyBatchRequest,
+    ClassifyRequest,
+    Document,
+    EmbeddingRequest,
+    EmbeddingResponse,
+    EmbedRequest,
+    EmbedResponse,
+    LabelRequest,
+    LabelsResponse,
+    PooledRequest,
+    PoolingParameters,
+    RerankRequest,
+    RerankResponse,
+    ScoreRequest,
+    ScoreResponse,
+)
+from lorax_server.server.schemas.unsupported_fields import POOLING
+from lorax_server.server.service import Service
+from lorax_server.text.prompt import Prompt, list_prompts
+from lorax_server.text.tokenizer import EncodedText
+
+CLASSES, PAIRS = (CLASSIFY, TOKEN_CLASSIFY), (EMBED, CLASSIFY, SCORE)
+
+
+def make_router(service: Service) -> APIRouter:
+    router = APIRouter()
+    native: dict[str, Any] = {"responses": lorax.ERRORS, "tags": [lorax.TAG]}
+    standard: dict[str, Any] = {"responses": openai.ERRORS, "tags": [openai.TAG]}
+
+    @router.post("/embed", operation_id="embed", response_model=EmbedResponse, **native)
+    async def embed(request: Request, body: EmbedRequest) -> Response:
+        """Return the embedding of a text, or a list of embeddings for a list of texts."""
+        return await RequestContext(service, request, (EMBED,)).run(lambda context: _embed(context, body))
+
+    @router.post("/classify", operation_id="classify", response_model=Classes, **native)
+    async def classify(request: Request, body: ClassifyRequest) -> Response:
+        """Return the entities in a text (token classification), or the labels of the text, best first."""
+        return await RequestContext(service, request, CLASSES).run(lambda context: _classify(context, body))
+
+    @router.post("/classify_batch", operation_id="classify_batch", response_model=list[Classes], **native)
+    async def classify_batch(request: Request, body: ClassifyBatchRequest) -> Response:
+        """Classify several texts. The results have the order of the texts."""
+        return await RequestContext(service, request, CLASSES).run(lambda context: _classify(context, body))
+
+    @router.post("/v1/embeddings", operation_id="create_embeddings", response_model=EmbeddingResponse, **standard)
+    async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
+        """Return the embeddings of texts or token lists."""
+        return await RequestContext(service, request, (EMBED,)).run(lambda context: _embeddings(context, body))
+
+    @router.post("/v1/classify", operation_id="classify_texts", response_model=LabelsResponse, **standard)
+    async def labels(request: Request, body: LabelRequest) -> Response:
+        """Return the probabilities of all labels for each text, or the entities in each text."""
+        return await RequestContext(service, request, CLASSES).run(lambda context: _labels(context, body))
+
+    @router.post("/v1/score", operation_id="score_pairs", response_model=ScoreResponse, **standard)
+    async def score(request: Request, body: ScoreRequest) -> Response:
+        """Return the relevance or similarity of pairs of texts."""
+        return await RequestContext(service, request, PAIRS).run(lambda context: _score(context, body))
+
+    async def rerank(request: Request, body: RerankRequest) -> Response:
+        """Sort documents by their relevance to a query."""
+        return await RequestContext(service, request, PAIRS).run(lambda context: _rerank(context, body))
+
+    for path, name, described in (("/rerank", "rerank", native), ("/v1/rerank", "rerank_documents", standard)):
+        router.post(path, operation_id=name, response_model=RerankResponse, **described)(rerank)
+    return router
+
+
+# --- LoRAX routes -----------------------------------------------------------------------------------------------------
+
+
+async def _embed(context: RequestContext, body: EmbedRequest) -> Response:
+    model = await _select_lorax(context, body, body.parameters)
+    texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
+    pooled = await context.pool(model, await _encode_texts(context, model, texts, body.truncate))
+
+    def write() -> Response:
+        vectors = [results.to_embedding(each, context.pooling).tolist() for each in pooled]
+        content = {"embeddings": vectors[0] if isinstance(body.inputs, str) else vectors}
+        return json_response(content, 200, context.response_headers(0))
+
+    return await context.build_response(write)
+
+
+async def _classify(context: RequestContext, body: ClassifyRequest | ClassifyBatchRequest) -> Response:
+    model = await _select_lorax(context, body, body.parameters)
+    texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
+    pooled = await context.pool(model, await _encode_texts(context, model, texts, body.truncate))
+    spans = await _locate_entities(context, model, texts)
+
+    def write() -> Response:
+        content: list[Any] = []
+        for index, each in enumerate(pooled):
+            if spans:
+                found = results.to_entities(each, context.pooling, texts[index], *spans[index])
+                content.append([entity._asdict() for entity in found])
+            else:
+                ranked = sorted(results.to_labels(each, context.pooling), key=lambda label: -label.score)
+                content.append([label._asdict() for label in ranked])
+        whole = content[0] if isinstance(body, ClassifyRequest) else content
+        return json_response(whole, 200, context.response_headers(0))
+
+    return await context.build_response(write)
+
+
+async def _select_lorax(
+    context: RequestContext, body: OpenSchema, parameters: PoolingParameters | None
+) -> ResolvedModel:
+    selection = lorax.choose_adapter(parameters or PoolingParameters(), context.service.model_names)
+    context.record_model(selection)
+    context.check_unknown_fields(POOLING, body)
+    await context.admit(1, False)
+    return await context.resolve(selection)
+
+
+# --- OpenAI and Cohere routes -----------------------------------------------------------------------------------------
+
+
+async def _embeddings(context: RequestContext, body: EmbeddingRequest) -> Response:
+    model = await _select(context, body)
+    prompts = list_prompts(body.input)
+    pooled = await context.pool(
+        model, await _encode_prompts(context, model, prompts, body.truncate, prompt_name=body.prompt_name)
+    )
+
+    def write() -> Response:
+        data = []
+        for index, each in enumerate(pooled):
+            values = results.to_embedding(each, context.pooling, body.dimensions)
+            shown: Any = results.to_base64(values) if body.encoding_format == "base64" else values.tolist()
+            data.append({"object": "embedding", "index": index, "embedding": shown})
+        return _respond(context, body, "embd", {"object": "list", "data": data})
+
+    return await context.build_response(write)
+
+
+async def _labels(context: RequestContext, body: LabelRequest) -> Response:
+    model = await _select(context, body)
+    prompts = list_prompts(body.input)
+    is_tokens = context.pooling.task == TOKEN_CLASSIFY
+    check(not is_tokens or all(isinstance(each, str) for each in prompts), "`input` must be text for this model")
+    pooled = await context.pool(model, await _encode_prompts(context, model, prompts, body.truncate))
+    spans = await _locate_entities(context, model, prompts)
+
+    def write() -> Response:
+        data: list[dict[str, Any]] = []
+        for index, each in enumerate(pooled):
+            if spans:
+                found = results.to_entities(each, context.pooling, str(prompts[index]), *spans[index])
+                data.append({"index": index, "entities": [entity._asdict() for entity in found]})
+                continue
+            scored = results.to_labels(each, context.pooling)
+            best = max(scored, key=lambda label: label.score).label
+            probabilities = [label.score for label in scored]
+            data.append({"index": index, "label": best, "probs": probabilities, "num_classes": len(scored)})
+        return _respond(context, body, "classify", {"object": "list", "data": data})
+
+    return await context.build_response(write)
+
+
+async def _score(context: RequestContext, body: ScoreRequest) -> Response:
+    first, second = ([text] if isinstance(text, str) else text for text in (body.text_1, body.text_2))
+    check(
+        len(first) in (1, len(second)),
+        f"`text_1` must be one text, or as many as `text_2` ({len(second)}); it has {len(first)}",
+    )
+    firsts = first if len(first) == len(second) else first * len(second)
+    scores = await _score_pairs(context, body, list(zip(firsts, second, strict=True)), body.instruction)
+    data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
+    return _respond(context, body, "score", {"object": "list", "data": data})
+
+
+async def _rerank(context: RequestContext, body: RerankRequest) -> Response:
+    texts = [each.text if isinstance(each, Document) else each for each in body.documents]
+    scores = await _score_pairs(context, body, [(body.query, text) for text in texts], body.instruction)
+    order = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.top_n]
+    ranked: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in order]
+    for each in ranked if body.return_documents is not False else ():
+        each["document"] = {"text": texts[each["index"]]}
+    return _respond(context, body, "rerank", {"results": ranked})
+
+
+async def _score_pairs(
+    context: RequestContext, body: PooledRequest, pairs: list[tuple[str, str]], instruction: str | None
+) -> list[float]:
+    """Return a score per pair: the model's judgment, or the cosine similarity of the embeddings."""
+    model, config = await _select(context, body), context.pooling
+    if config.can_score:
+        _check_count(pairs)
+        for text in {text for pair in pairs for text in pair}:
+            check_no_surrogates(text)
+        prepare = partial(results.prepare_pair, config=config, instruction=instruction)
+        texts = [prepare(*pair) for pair in pairs]
+        pooled = await context.pool(model, await _encode(context, model, texts, body.truncate))
+        return [results.to_score(each, config) for each in pooled]
+    _check_count(pairs)
+    distinct = list(dict.fromkeys(text for pair in pairs for text in pair))
+    pooled = await context.pool(model, await _encode_texts(context, model, distinct, body.truncate))
+    vectors = dict(zip(distinct, (results.to_embedding(each, config) for each in pooled), strict=True))
+    return await asyncio.to_thread(lambda: [results.cosine(vectors[one], vectors[other]) for one, other in pairs])
+
+
+async def _select(context: RequestContext, body: PooledRequest) -> ResolvedModel:
+    if body.parameters is not None and body.adapter_id is None:  # as in LoRAX
+        given = {name: getattr(body.parameters, name) for name in PoolingParameters.model_fields}
+        body = body.model_copy(update={name: value for name, value in given.items() if value is not None})
+    openai.record_model(context, body)
+    context.check_unknown_fields(POOLING, body)
+    await context.admit(1, False)
+    return await openai.resolve(context, body)
+
+
+def _respond(context: RequestContext, body: PooledRequest, prefix: str, content: dict[str, Any]) -> Response:
+    count = context.record.prompt_tokens
+    envelope = {
+        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "created": int(time.time()),
+        "model": body.adapter_id or body.model or context.service.model_names.primary_name,
+        "usage": {"prompt_tokens": count, "total_tokens": count},
+    }
+    return json_response(content | envelope, 200, context.response_headers(0))
+
+
+# --- Inputs -----------------------------------------------------------------------------------------------------------
+
+
+async def _encode_prompts(
+    context: RequestContext,
+    model: ResolvedModel,
+    prompts: Sequence[Prompt],
+    truncate: bool | None,
+    prompt_name: str | None = None,
+) -> list[EncodedText]:
+    """Return the tokens of texts, or token lists as they are."""
+    _check_count(prompts)
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if texts:
+        return await _encode_texts(context, model, texts, truncate, prompt_name)
+    limit, vocab_size = context.service.max_input_length, context.service.engine.info.vocab_size
+    lists = [list(prompt)[:limit] if truncate else list(prompt) for prompt in prompts if not isinstance(prompt, str)]
+    for ids in lists:
+        check(bool(ids), "`inputs` cannot be empty")
+        results.check_length(len(ids), limit)
+        check(0 <= min(ids) <= max(ids) < vocab_size, f"`inputs` has tokens beyond the vocabulary of {vocab_size}")
+    return [EncodedText(ids) for ids in lists]
+
+
+async def _encode_texts(
+    context: RequestContext,
+    model: ResolvedModel,
+    texts: Sequence[str],
+    truncate: bool | None,
+    prompt_name: str | None = None,
+) -> list[EncodedText]:
+    _check_count(texts)
+    for text in texts:
+        check(bool(text), "`inputs` cannot be empty")
+        check_no_surrogates(text)
+    prepared = [results.prepare_text(text, context.pooling, prompt_name) for text in texts]
+    return await _encode(context, model, prepared, truncate)
+
+
+def _check_count(inputs: Sequence[object]) -> None:
+    check(len(inputs) > 0, "`inputs` cannot be empty")
+    check(len(inputs) <= MAX_INPUTS, f"`inputs` must have at most {MAX_INPUTS} items. Given: {len(inputs)}")
+
+
+async def _encode(
+    context: RequestContext,
+    model: ResolvedModel,
+    texts: Sequence[str | tuple[str, str]],
+    truncate: bool | None,
+) -> list[EncodedText]:
+    service, limit = context.service, context.service.max_input_length
+    _check_count(texts)
+    sizes = [len(text) if isinstance(text, str) else sum(map(len, text)) for text in texts]
+    work = partial(results.encode_inputs, model.tokenizer, texts, context.pooling, limit, bool(truncate))
+    return await service.tokenizers.run(model.tokenizer, sum(sizes), work)
+
+
+async def _locate_entities(
+    context: RequestContext, model: ResolvedModel, texts: Sequence[Prompt]
+) -> list[tuple[list[tuple[int, int]], list[bool]]]:
+    """Return the positions of the tokens of each text, or nothing if the model does not classify tokens."""
+    if context.pooling.task != TOKEN_CLASSIFY:
+        return []
+    tokenizer, strings = model.tokenizer, [text for text in texts if isinstance(text, str)]
+    return await context.service.tokenizers.run(
+        tokenizer, sum(map(len, strings)), lambda: [tokenizer.locate_tokens(text) for text in strings]
+    )

@@ -1,0 +1,42 @@
+"""Attention over whole sequences against the reference op."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lorax_server.kernels import AttentionSpec, reference, select_ops, whole_sequences
+
+HEADS, HEAD_DIM = 4, 16
+LENGTHS = [1, 7, 40, 3]
+SPECS = {
+    "bidirectional": AttentionSpec(0.25, is_causal=False),
+    "causal": AttentionSpec(0.25),
+    "window": AttentionSpec(0.25, window=5, is_causal=False),
+    "causal window": AttentionSpec(0.25, window=5),
+    "slopes": AttentionSpec(0.25, slopes=torch.tensor([0.5, 0.25, 0.1, 0.05])),
+    "bias": AttentionSpec(0.25, is_causal=False, position_bias=torch.randn(HEADS, 2 * 64 + 1)),
+    "soft cap": AttentionSpec(0.25, soft_cap=1.0),
+}
+
+
+@pytest.mark.parametrize("kv_heads", [HEADS, 2])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_matches_reference(spec: AttentionSpec, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whole_sequences, "QUERY_CHUNK", 16)  # several chunks per sequence
+    count = sum(LENGTHS)
+    heads = torch.randn(count, HEADS + 2 * kv_heads, HEAD_DIM)
+    turns = torch.randn(count, HEAD_DIM // 2)
+    angles = turns.cos(), turns.sin()
+    results = []
+    for ops in (reference, select_ops(torch.device("cpu"))):
+        q, k, v = heads.clone().split([HEADS, kv_heads, kv_heads], dim=1)
+        results.append(ops.attend_sequences(q, k, v, angles, LENGTHS, spec))
+    assert (results[0] - results[1]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("other", [replace(SPECS["bidirectional"], is_causal=True), SPECS["window"], SPECS["bias"]])
+def test_settings_change_the_result(other: AttentionSpec) -> None:
+    q, k, v = (torch.randn(40, HEADS, HEAD_DIM) for _ in range(3))
+    first, second = (whole_sequences.attend(q, k, v, [40], spec) for spec in (SPECS["bidirectional"], other))
+    assert (first - second).abs().max() > 1e-2

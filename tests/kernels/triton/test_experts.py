@@ -1,0 +1,79 @@
+"""The Triton kernels for mixtures of experts compared with the reference."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lorax_server.kernels import ExpertWeights, LoraBatch, Routing, StackedMatrices
+from lorax_server.kernels.triton import experts as kernels
+from tests.kernels.expert_cases import Mixture
+
+MIXTURES = {
+    "small": Mixture(hidden=32, inner=24, num_experts=6, top_k=3),
+    "many": Mixture(hidden=48, inner=16, num_experts=20, top_k=2),
+}
+RANKS = [(3, 1, 9), (18, 0, 2), (0, 0, 16)]
+
+
+def place(lora: LoraBatch, device: torch.device) -> LoraBatch:
+    names = ("buffer", "table", "scales", "features", "adapter_indices")
+    return replace(lora, **{name: getattr(lora, name).to(device) for name in names})
+
+
+def make(mixture: Mixture, device: torch.device) -> ExpertWeights:
+    made = mixture.make(kernels)
+    assert made.stacked is not None
+    gate_up, down = (
+        StackedMatrices(weight.to(device), None if bias is None else bias.to(device)) for weight, bias in made.stacked
+    )
+    return replace(made, stacked=(gate_up, down))
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("tokens", [1, 9, 21])
+def test_tokens_pass_through_their_experts(name: str, tokens: int, device: torch.device) -> None:
+    mixture = MIXTURES[name]
+    x, routing = mixture.inputs(tokens), mixture.route(tokens)
+    out = kernels.run_experts(
+        x.to(device), Routing(*(part.to(device) for part in routing)), make(mixture, device), None, ()
+    )
+    torch.testing.assert_close(out.cpu().double(), mixture.expected(x, routing), rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_adapters_with_different_ranks_share_a_tile(name: str, in_graph: bool, device: torch.device) -> None:
+    mixture = MIXTURES[name]
+    x, routing = mixture.inputs(13), mixture.route(13)
+    lora = mixture.lora([(2, 1), (1, 3), (0, 2), (3, 1), (2, 4), (1, 2)], RANKS)
+    batch = replace(place(lora, device), in_graph=in_graph)
+    out = kernels.run_experts(
+        x.to(device), Routing(*(part.to(device) for part in routing)), make(mixture, device), batch, mixture.targets
+    )
+    torch.testing.assert_close(out.cpu().double(), mixture.expected(x, routing, lora), rtol=1e-4, atol=1e-4)
+
+
+def test_large_tiles_match_small_tiles(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    mixture = MIXTURES["small"]
+    x, routing = mixture.inputs(30), Routing(*(part.to(device) for part in mixture.route(30)))
+    lora = place(mixture.lora([(1, 20), (0, 4), (2, 6)], RANKS), device)
+    arguments = (x.to(device), routing, make(mixture, device), lora, mixture.targets)
+    small = kernels.run_experts(*arguments)
+    monkeypatch.setattr(kernels, "DECODE_TOKENS", 4)
+    torch.testing.assert_close(kernels.run_experts(*arguments), small, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("tokens", "num_experts", "top_k"), [(1, 3, 2), (40, 5, 2), (7, 8, 8)])
+def test_pairs_are_sorted_by_expert_and_keep_their_order(
+    tokens: int, num_experts: int, top_k: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "PLAN_BLOCK", 16)
+    chosen = Mixture(0, 0, num_experts, top_k).route(tokens).experts.to(device)
+    pairs = kernels.sort_pairs(chosen, num_experts)
+    order = chosen.flatten().argsort(stable=True)
+    assert torch.equal(pairs.order.long(), order)
+    assert torch.equal(pairs.positions.long()[order], torch.arange(len(order), device=device))
+    counts = torch.bincount(chosen.flatten(), minlength=num_experts)
+    assert pairs.starts.tolist() == [0, *counts.cumsum(0).tolist()]
+    assert sum(-(-count // pairs.height) for count in counts.tolist()) <= pairs.max_tiles

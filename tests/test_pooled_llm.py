@@ -1,0 +1,70 @@
+"""`LLM` with models for embeddings, classification and scores."""
+
+import io
+from contextlib import redirect_stderr
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lorax_server.errors import ContextLengthError, InputError, NotSupportedError
+from lorax_server.generation.pooled_results import SCORE_INSTRUCTION, Entity, prepare_pair
+from lorax_server.llm import LLM
+from lorax_server.pooling import SCORE, PoolingConfig
+from tests.parity.test_pooled_models import save_adapter
+from tests.pooled import make_model, save_tokenizer, save_transformer_folder
+
+TEXTS = ["john smith lives in paris", "the cat"]
+
+
+def test_embed_applies_adapters_and_dimensions(tmp_path: Path) -> None:
+    model = make_model("bert", "Model", tmp_path / "model")
+    tokenizer = save_tokenizer(tmp_path / "model")
+    save_transformer_folder(tmp_path / "model", "cls")
+    tuned = save_adapter(make_model("bert", "Model"), tmp_path / "tuned", target_modules=["query"])
+    with LLM(tmp_path / "model", {"tuned": tmp_path / "tuned"}, device="cpu") as llm:
+        shown = io.StringIO()
+        with redirect_stderr(shown):
+            found = llm.embed(TEXTS, adapter=["tuned", None], progress=True)
+        assert "2/2" in shown.getvalue()
+        with torch.no_grad():
+            for each, text, row in zip((tuned, model), TEXTS, found, strict=True):
+                expected = each(**tokenizer(text, return_tensors="pt")).last_hidden_state[0, 0].numpy()
+                assert np.abs(row - expected).max() < 1e-5
+        ids = tokenizer(TEXTS[1])["input_ids"]
+        assert (llm.embed(ids) == llm.embed(TEXTS[1])).all()
+        assert llm.embed(TEXTS[1], dimensions=4).shape == (1, 4)
+        assert llm.embed("cat " * 100, truncate=True).shape == (1, 32)
+        with pytest.raises(ContextLengthError, match="at most 64 tokens"):
+            llm.embed("cat " * 100)
+        with pytest.raises(InputError, match="1 prompts, but 2 adapters"):
+            llm.embed("a", adapter=["tuned", None])
+        for call in (lambda: llm.generate("a"), lambda: llm.classify("a"), lambda: next(llm.stream("a"))):
+            with pytest.raises(NotSupportedError, match="loaded with task = embed"):
+                call()
+
+
+def test_classify_and_score(tmp_path: Path) -> None:
+    model = make_model("bert", "ForSequenceClassification", tmp_path, num_labels=1)
+    tokenizer = save_tokenizer(tmp_path)
+    with torch.no_grad(), LLM(tmp_path, device="cpu") as llm:
+        pairs = tokenizer(["cat"] * 2, TEXTS, return_tensors="pt", padding=True)
+        expected = model(**pairs).logits[:, 0].sigmoid().numpy()
+        assert np.abs(np.array(llm.score("cat", TEXTS)) - expected).max() < 1e-5
+        assert [[label[0] for label in labels] for labels in llm.classify("the cat")] == [["LABEL_0"]]
+
+
+def test_classify_returns_entities(tmp_path: Path) -> None:
+    make_model("bert", "ForTokenClassification", tmp_path, num_labels=3)
+    save_tokenizer(tmp_path)
+    with LLM(tmp_path, device="cpu") as llm:
+        (entities,) = llm.classify([TEXTS[0]])
+        assert entities
+        assert all(isinstance(each, Entity) and each.word == TEXTS[0][each.start : each.end] for each in entities)
+
+
+def test_score_prompt_contains_texts_unchanged() -> None:
+    """Braces in a text must not be formatted."""
+    text = prepare_pair("{document}", "{query} {}", PoolingConfig(SCORE))
+    assert f"<Instruct>: {SCORE_INSTRUCTION}\n<Query>: {{document}}\n<Document>: {{query}} {{}}<|im_end|>" in text
