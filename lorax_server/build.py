@@ -31,7 +31,6 @@ from lorax_server.worker.memory import adapter_host_bytes
 
 logger = logging.getLogger(__name__)
 
-CPU_DRAFT_TOKENS = 8  # default of `speculative_tokens` on CPUs
 WARM_UP_TOKENS = 8
 # Limits for measuring the decode speed at startup.
 MAX_MEASURED_STEPS = 16
@@ -102,10 +101,9 @@ def assemble(
 
 def build_drafter(config: EngineConfig) -> SpeculativeDrafter | None:
     """Return the drafter for speculative decoding, or None if speculation is disabled."""
-    max_tokens = config.speculative_tokens
-    if max_tokens is None:
-        max_tokens = CPU_DRAFT_TOKENS if config.model.device == "cpu" else 0
-    return SpeculativeDrafter(max_tokens, config.speculation_max_batch_size) if max_tokens else None
+    if not config.speculative_tokens:
+        return None
+    return SpeculativeDrafter(config.speculative_tokens, config.speculation_max_batch_size)
 
 
 def build_vocabulary(model: Path) -> Vocabulary:

@@ -162,11 +162,10 @@ class EngineConfig(Settings):
     max_prefill_chunk_tokens: int | None = setting(
         None, "maximum tokens of one prompt per step", none="no limit", aliases=("--max-chunk",)
     )
-    speculative_tokens: int | None = setting(
-        None,
+    speculative_tokens: int = setting(
+        0,
         "maximum draft tokens per sequence and step, guessed from the prompt and from earlier completions of the same "
-        "adapter and tenant; 0 disables speculation",
-        none="8 on a CPU, 0 on a GPU",
+        "adapter and tenant, for example 8; 0 disables speculation",
         at_least=0,
     )
     speculation_max_batch_size: int | None = setting(
