@@ -226,7 +226,7 @@ ROWS, VOCAB, TENSORS, HISTORY = 256, 128_256, 4, 1024
 
 
 class SamplingCase(NamedTuple):
-    """Parameters of all sequences, and the goal in milliseconds."""
+    """Sampling parameters shared by all sequences, and the target time in milliseconds."""
 
     name: str
     params: dict[str, Any]

@@ -20,7 +20,7 @@ class MergedAdapter:
 
     def __init__(self, adapters: Sequence[StoredAdapter], merge: Merge) -> None:
         for adapter in adapters:
-            extra = adapter.find_unmergeable()
+            extra = adapter.find_merge_obstacle()
             if extra is not None:
                 raise InputError(
                     f"adapter {adapter.name!r} cannot be merged: it contains more than LoRA factors ({extra})"

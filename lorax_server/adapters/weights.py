@@ -93,7 +93,7 @@ class StoredAdapter:
         with self._detecting_changes():
             return identify(self.config, self.path, self.tensors)
 
-    def find_unmergeable(self) -> str | None:
+    def find_merge_obstacle(self) -> str | None:
         """Return a description of a setting or tensor that prevents merging, or None."""
         if self.config.method is not Method.LORA:
             return f"peft_type = {self.config.method.value}"

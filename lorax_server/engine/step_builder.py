@@ -75,7 +75,7 @@ class SubmittedStep(NamedTuple):
         return range(first, end + 1)
 
     def cut_draft(self, number: int, length: int) -> None:
-        """Shorten the draft of a sequence. Its other tokens are not accepted."""
+        """Keep the first `length` tokens of a sequence's draft. The other draft tokens are rejected."""
         sequence, draft = self.sampled[number], self.drafts[number]
         assert sequence is not None
         self.drafts[number] = draft[:length]

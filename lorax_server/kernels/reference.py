@@ -412,7 +412,7 @@ def argmax_scores(scores: torch.Tensor) -> torch.Tensor:
 
 
 def log_softmax(scores: torch.Tensor) -> torch.Tensor:
-    """Return log probabilities, summed in float64.
+    """Return log probabilities. The softmax denominator is summed in float64.
 
     On a CPU, torch's float32 sum loses precision for large vocabularies, and its summation order depends on the batch.
     """

@@ -122,7 +122,7 @@ class _CachedVocabulary:
     tenants: dict[int, str] = field(default_factory=dict)  # by request
 
     def check(self) -> None:
-        """Raise the last build failure, until `retry_at`."""
+        """Raise NotSupportedError if the last build failed and `retry_at` has not been reached."""
         if self.failure and time.monotonic() < self.retry_at:
             raise NotSupportedError(self.failure)
 

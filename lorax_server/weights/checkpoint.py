@@ -39,7 +39,7 @@ RENAMED_PARTS = (
 
 
 QUANTIZED_ELEMENTS = 2**22  # matrix elements to quantize at a time, to limit temporary memory
-QUANTIZED_BLOCK = 32  # inputs per scale in matrices that are quantized here
+QUANTIZATION_BLOCK_SIZE = 32  # inputs per scale in matrices that are quantized here
 
 
 class Placement(TypedDict):
@@ -210,7 +210,7 @@ class Weights:
 
     def convert_matrix(self, matrix: torch.Tensor, min_bits: int = 4) -> torch.Tensor | QuantizedMatrix:
         """Return a loaded matrix in the model's dtype or, if the model is quantized, in blocks."""
-        if self._quantize_bits is None or matrix.shape[1] % QUANTIZED_BLOCK:
+        if self._quantize_bits is None or matrix.shape[1] % QUANTIZATION_BLOCK_SIZE:
             return self.convert(matrix)
         bits = max(self._quantize_bits, min_bits)
         return self._place(self._quantize(matrix, bits), f"int{bits}")
@@ -228,7 +228,7 @@ class Weights:
     def _quantize(self, matrix: torch.Tensor, bits: int) -> BlockMatrix:
         count = max(1, QUANTIZED_ELEMENTS // matrix.shape[1])
         rows = (each.to(self.dtype).contiguous() for each in matrix.split(count))
-        return BlockMatrix.concat([quantize_blocks(each, bits, QUANTIZED_BLOCK) for each in rows])
+        return BlockMatrix.concat([quantize_blocks(each, bits, QUANTIZATION_BLOCK_SIZE) for each in rows])
 
     def _resolve(self, name: str) -> str:
         for candidate in _candidate_names(name):

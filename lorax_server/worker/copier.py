@@ -120,14 +120,14 @@ class Copier:
     def _run(self) -> None:
         try:
             while (task := self._tasks.get()) is not None and not self._is_closed:
-                self._copy_task(task)
+                self._run_task(task)
                 self.notify()
                 del task  # release the adapter's memory while waiting for the next task
         except Exception as error:  # reported by `check`
             self._failure = error
             self.notify()
 
-    def _copy_task(self, task: _Task) -> None:
+    def _run_task(self, task: _Task) -> None:
         """Copy one adapter. The next chunk is staged while previous chunks are being copied."""
         source, target = task.source.view(torch.uint8), task.target.view(torch.uint8)
         staged = source.numpy()

@@ -109,7 +109,10 @@ class Worker:
             self._memory.on_loaded(notify)
 
     def submit(self, plan: StepPlan) -> LoraxError | None:
-        """Start a step. If the retry also runs out of memory, run the step without sequences and return an error."""
+        """Start a step, and retry once if it runs out of memory.
+
+        If the retry also fails, run the step without sequences and return an error.
+        """
         with use_stream(self._stream):
             for op in plan.adapter_ops:
                 self._apply_adapter_op(op)

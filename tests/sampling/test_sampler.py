@@ -163,7 +163,7 @@ def two_threads() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("vocab", [32_000, 50_257])  # CPUs split row sums over threads from 32,768 elements
-def test_large_vocabulary_row_in_batch_equals_single_row(vocab: int, device: torch.device, two_threads: None) -> None:
+def test_large_vocabulary_sampling_is_batch_invariant(vocab: int, device: torch.device, two_threads: None) -> None:
     logits = torch.randn(3 * len(VARIED), vocab, generator=torch.Generator().manual_seed(0)) * 3
     rows = [Row(VARIED[i % len(VARIED)], (1, 2, 3 + i, 2), 2, row.bfloat16().float()) for i, row in enumerate(logits)]
     together = choose(rows, device, garbage=2, extra=2)

@@ -355,7 +355,7 @@ def test_non_json_numbers_are_rejected() -> None:
 
 
 @pytest.mark.parametrize("form", [PythonicFormat(), Qwen3CoderFormat()], ids=["pythonic", "qwen3_coder"])
-def test_many_parameters_do_not_nest_grammar_rules(form: ToolFormat) -> None:
+def test_grammar_depth_is_independent_of_parameter_count(form: ToolFormat) -> None:
     """With as many parameters as the size limit allows, a chain of rules would overflow the stack."""
     grammar, count = "", 256
     while True:

@@ -201,7 +201,7 @@ class DeviceTier:
         return victims
 
     def _drain(self, missing: int) -> None:
-        """Mark adapters as draining until they cover `missing` units.
+        """Mark adapters as draining until they cover `missing` units, and one index if none is free.
 
         No new sequence starts with a draining adapter.
         """

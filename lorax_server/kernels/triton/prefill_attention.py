@@ -200,7 +200,7 @@ def _launch(
         IS_RESCALED=is_query_rescaled(q, cache[0]),
         NUM_HEADS=q.shape[1],
         NUM_KV_HEADS=num_kv_heads,
-        PACKED=packed,
+        PACKED_HEADS=packed,
         BLOCK_SIZE=block_size,
         COMPUTE=compute,
         HEAD_DIM=head_dim,
@@ -265,18 +265,18 @@ def _prefill_kernel(
     q, k_cache, v_cache, tables, tiles, out, window, q_token, q_head, table_row, inner, scale, v_scale,
     slopes, sinks, HAS_UNMASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SLOPES: tl.constexpr, HAS_SINKS: tl.constexpr,
-    IS_RESCALED: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PACKED: tl.constexpr,
+    IS_RESCALED: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PACKED_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, COMPUTE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):  # fmt: skip
     group, tile = tl.program_id(0), tiles + tl.program_id(1) * 4
     seq, token = tl.load(tile).to(tl.int64), tl.load(tile + 1).to(tl.int64)
-    position, count = tl.load(tile + 2), tl.minimum(tl.load(tile + 3), ROWS // PACKED)
+    position, count = tl.load(tile + 2), tl.minimum(tl.load(tile + 3), ROWS // PACKED_HEADS)
     if count == 0:
         return
-    kv_head = (group * PACKED // (NUM_HEADS // NUM_KV_HEADS)).to(tl.int64)
+    kv_head = (group * PACKED_HEADS // (NUM_HEADS // NUM_KV_HEADS)).to(tl.int64)
     lines, dims = tl.arange(0, ROWS), tl.arange(0, DIM)
-    offsets, heads = lines // PACKED, group * PACKED + lines % PACKED
+    offsets, heads = lines // PACKED_HEADS, group * PACKED_HEADS + lines % PACKED_HEADS
     own = (offsets < count)[:, None] & (dims < HEAD_DIM)[None, :]
     pointers = q + (token + offsets)[:, None] * q_token + heads[:, None] * q_head + dims[None, :]
     query, query_scale = load_query(pointers, own, COMPUTE, IS_RESCALED)

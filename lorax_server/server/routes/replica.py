@@ -49,7 +49,7 @@ def make_control_app(service: Service) -> Starlette:
             "tokens": (status.num_blocks - status.free_blocks) * info.block_size,
             "on_device": status.adapters_on_device,
             "evictions": status.adapters_evicted_from_device,
-            "names": await _list_names(service),
+            "names": await _list_names_by_tier(service),
         }
         return json_response(content)
 
@@ -66,7 +66,7 @@ def make_control_app(service: Service) -> Starlette:
     return Starlette(routes=routes, exception_handlers={LoraxError: fail})
 
 
-async def _list_names(service: Service) -> dict[str, list[str]]:
+async def _list_names_by_tier(service: Service) -> dict[str, list[str]]:
     """Return adapter names and aliases, keyed by tier."""
     seen, listed = service.adapter_index, dict[str, list[str]]()
     aliases: dict[Any, list[str]] = {}

@@ -19,7 +19,7 @@ from lorax_server.server.schemas.lorax import (
 from lorax_server.server.schemas.unsupported_fields import CHAT, COMPLETIONS
 
 # Tools and tool calls. `server.tools.tool_definitions` checks the fields of tools.
-FUNCTION = {
+FUNCTION_SCHEMA = {
     "type": "object",
     "required": ["name"],
     "properties": {
@@ -29,11 +29,11 @@ FUNCTION = {
         "strict": {"type": ["boolean", "null"]},
     },
 }
-TOOL = {
+TOOL_SCHEMA = {
     "required": ["type", "function"],
-    "properties": {"type": {"const": "function"}, "function": FUNCTION},
+    "properties": {"type": {"const": "function"}, "function": FUNCTION_SCHEMA},
 }
-Tools = Annotated[FailFastList[Annotated[dict[str, Any], Field(json_schema_extra=TOOL)]], Field(max_length=128)]
+Tools = Annotated[FailFastList[Annotated[dict[str, Any], Field(json_schema_extra=TOOL_SCHEMA)]], Field(max_length=128)]
 ToolChoice = Annotated[
     str | dict[str, Any],
     Field(description="`none`, `auto`, `required`, or a function: `{type: function, function: {name}}`"),

@@ -130,7 +130,7 @@ def make_span_attributes(record: RequestRecord, model: str) -> "Mapping[str, Att
 
 
 def _truncate(text: str) -> str:
-    """Return a truncated text in valid Unicode, because one invalid string would fail the whole batch."""
+    """Truncate the text and replace lone surrogates, because one invalid string would fail the whole batch."""
     return text[:MAX_ATTRIBUTE_CHARACTERS].encode(errors="replace").decode()
 
 
