@@ -334,7 +334,7 @@ def _build_masks(ready: Sequence[tuple[int, GrammarState]], step: SubmittedStep,
     rows, masks, forced = list[int](), list[TokenMask](), []
     for number, state in ready:
         draft = step.drafts.get(number, ())
-        found, following = state.mask_draft(draft, max_forced)
+        found, following = state.mask_draft(draft if state.compiled.is_fast else (), max_forced)
         first, last = step.first_row(number), len(found) - 1
         rows += range(first, first + len(found))
         masks += found

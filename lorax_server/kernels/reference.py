@@ -79,8 +79,13 @@ def attend_sequences(
         tokens, keys_per_head = slice(start, start + length), q.shape[1] // k.shape[1]
         queries, keys, values = (x[tokens].float().transpose(0, 1) for x in (q, k, v))
         keys, values = (x.repeat_interleave(keys_per_head, dim=0) for x in (keys, values))
-        scores = attention_scores(queries, keys, spec) + make_mask(range(length), range(length), spec, q.device)
-        out[tokens] = (_softmax(scores, spec) @ values).transpose(0, 1).to(q.dtype)
+        chunk = max(1, MAX_SCORE_ELEMENTS // (q.shape[1] * length))
+        for first in range(0, length, chunk):
+            rows = range(first, min(first + chunk, length))
+            mask = make_mask(rows, range(length), spec, q.device)
+            scores = attention_scores(queries[:, rows.start : rows.stop], keys, spec) + mask
+            weighted = (_softmax(scores, spec) @ values).transpose(0, 1)
+            out[start + rows.start : start + rows.stop] = weighted.to(q.dtype)
         start += length
     return out
 

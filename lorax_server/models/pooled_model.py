@@ -207,7 +207,11 @@ class EmbeddingHead(nn.Module):
 
 
 def pool(states: torch.Tensor, mode: str) -> torch.Tensor:
-    """Return one vector for the hidden states of a sequence, `[tokens, size]`."""
+    """Return one vector for the hidden states of a sequence, `[tokens, size]`. Sums use float32."""
+    return _pool(states.float(), mode).to(states.dtype)
+
+
+def _pool(states: torch.Tensor, mode: str) -> torch.Tensor:
     count = len(states)
     match mode:
         case "cls":

@@ -50,9 +50,9 @@ class PooledRunner:
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> PooledTicket:
         self._sequences.update((new.slot, new) for new in plan.new_sequences)
-        if not len(plan.slots):
-            return PooledTicket(plan.step, [])
         device, arena = self._model.device, None if self._memory is None else self._memory.arena
+        if not len(plan.slots):  # the event is recorded after the plan's adapter moves
+            return PooledTicket(plan.step, [], done=_record_event(device))
         sequences = [self._sequences[slot] for slot in plan.slots.tolist()]
         counts, adapters = plan.counts.tolist(), plan.adapter_indices.tolist()
         ids = np.concatenate([np.array(new.token_ids, np.int64) for new in sequences])
@@ -62,15 +62,10 @@ class PooledRunner:
             adapter_data = AdapterBatchData(AdapterBatchMetadata.from_indices(indices), arena)
         ctx = make_context(self._model, counts, [new.second_start for new in sequences], adapter_data)
         results = self._model(to_device(ids, device), ctx, adapters, arena)
-        ticket = PooledTicket(
-            plan.step, [tuple(result.shape) for result in results], torch.cat([r.flatten() for r in results])
-        )
-        if is_host(device):
-            return ticket
-        assert ticket.results is not None
-        host = torch.empty(ticket.results.shape, pin_memory=True).copy_(ticket.results, non_blocking=True)
-        done: torch.cuda.Event = torch.cuda.current_stream(device).record_event()
-        return ticket._replace(results=host, done=done)
+        shapes, flat = [tuple(result.shape) for result in results], torch.cat([r.flatten() for r in results])
+        if not is_host(device):
+            flat = torch.empty(flat.shape, pin_memory=True).copy_(flat, non_blocking=True)
+        return PooledTicket(plan.step, shapes, flat, _record_event(device))
 
     def mask(self, ticket: PooledTicket, masks: StepMasks) -> PooledTicket:  # noqa: ARG002
         raise AssertionError("pooled steps have no token masks")
@@ -85,6 +80,11 @@ class PooledRunner:
         logprobs = [0.0 if np.isfinite(part).all() else float("nan") for part in parts]
         pooled = [Pooled(part.tobytes(), shape) for part, shape in zip(parts, ticket.shapes, strict=True)]
         return StepResult(ticket.step, [0] * len(parts), logprobs, pooled=pooled)
+
+
+def _record_event(device: torch.device) -> torch.cuda.Event | None:
+    """Record an event on the current stream of a GPU."""
+    return None if is_host(device) else torch.cuda.current_stream(device).record_event()
 
 
 def make_context(

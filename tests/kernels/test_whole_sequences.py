@@ -35,6 +35,15 @@ def test_matches_reference(spec: AttentionSpec, kv_heads: int, monkeypatch: pyte
     assert (results[0] - results[1]).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_reference_gives_the_same_results_in_chunks(spec: AttentionSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = torch.randn(sum(LENGTHS), 3 * HEADS, HEAD_DIM)
+    whole = reference.attend_sequences(*heads.clone().chunk(3, dim=1), None, LENGTHS, spec)
+    monkeypatch.setattr(reference, "MAX_SCORE_ELEMENTS", HEADS * 40 * 6)  # six queries of the longest sequence
+    chunked = reference.attend_sequences(*heads.clone().chunk(3, dim=1), None, LENGTHS, spec)
+    assert (whole - chunked).abs().max() < 1e-6
+
+
 @pytest.mark.parametrize("other", [replace(SPECS["bidirectional"], is_causal=True), SPECS["window"], SPECS["bias"]])
 def test_settings_change_the_result(other: AttentionSpec) -> None:
     q, k, v = (torch.randn(40, HEADS, HEAD_DIM) for _ in range(3))

@@ -12,6 +12,7 @@ MAX_COMPLETION_TOKENS = 2048  # indexed tokens of a completion; indexing takes a
 ENTRY_BYTES = 192  # an integer key and value in a dict
 TENANT_BYTES = 16 * 2**20
 MAX_TENANTS = 8  # with indexes; the least recently active tenant loses its indexes
+MAX_HISTORIES = 64  # of one tenant
 MAX_COUNT = 255  # of one context
 
 Scope = tuple[str, str]  # adapter identity, salt of the prefix cache
@@ -89,20 +90,19 @@ class Histories:
         self._tenants: OrderedDict[str, OrderedDict[Scope, AdapterHistory]] = OrderedDict()
 
     def find(self, tenant: str, scope: Scope) -> AdapterHistory:
-        """Return a history, and mark it as the most recently used."""
+        """Return a history, or a new one."""
+        history = self._tenants.get(tenant, {}).get(scope)
+        return history or AdapterHistory(CompletionIndex(self._max_entries), Accuracy())
+
+    def keep(self, tenant: str, scope: Scope, history: AdapterHistory) -> None:
+        """Store a history as the most recently used. Drop the least recently used ones beyond the limits."""
         histories = self._tenants.setdefault(tenant, OrderedDict())
         self._tenants.move_to_end(tenant)
         if len(self._tenants) > self._max_tenants:
             self._tenants.popitem(last=False)
-        if scope not in histories:
-            histories[scope] = AdapterHistory(CompletionIndex(self._max_entries), Accuracy())
+        histories[scope] = history
         histories.move_to_end(scope)
-        return histories[scope]
-
-    def trim(self, tenant: str) -> None:
-        """Drop a tenant's least recently used histories, except for the last one, until they fit into its memory."""
-        histories = self._tenants.get(tenant, OrderedDict())
-        while (
-            len(histories) > 1 and sum(each.completions.num_entries for each in histories.values()) > self._max_entries
-        ):
-            histories.popitem(last=False)
+        num_entries = sum(each.completions.num_entries for each in histories.values())
+        while len(histories) > 1 and (num_entries > self._max_entries or len(histories) > MAX_HISTORIES):
+            _, dropped = histories.popitem(last=False)
+            num_entries -= dropped.completions.num_entries

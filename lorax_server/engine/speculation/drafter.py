@@ -1,7 +1,7 @@
 """Propose draft tokens for each sequence, as many as are likely to save time."""
 
 from lorax_server.engine.sequence import Sequence
-from lorax_server.engine.speculation.completion_index import ORDERS, Histories
+from lorax_server.engine.speculation.completion_index import ORDERS, AdapterHistory, Histories
 from lorax_server.engine.speculation.guess import Guess
 from lorax_server.engine.speculation.prompt_lookup import PromptLookup
 from lorax_server.engine.speculation.step_costs import StepCosts
@@ -13,7 +13,8 @@ RETRY_TOKENS = 16  # tokens between attempts of a sequence without drafts, if se
 class _SequenceState:
     """The last guesses for one sequence."""
 
-    def __init__(self, sequence: Sequence) -> None:
+    def __init__(self, sequence: Sequence, history: AdapterHistory) -> None:
+        self.history = history
         self.lookup = PromptLookup(len(sequence.request.prompt_ids))
         self.first = 0  # position of the first guessed token
         self.guesses: list[Guess] = []
@@ -34,6 +35,7 @@ class SpeculativeDrafter:
         self._histories = histories or Histories()
         self._costs = StepCosts()
         self._states: dict[Sequence, _SequenceState] = {}
+        self._is_paused = False  # drafts cannot pay off for the number of sequences in the last step
 
     @property
     def num_sequences(self) -> int:
@@ -42,18 +44,14 @@ class SpeculativeDrafter:
 
     def propose(self, sequence: Sequence, num_running: int) -> list[int]:
         """Return draft tokens that follow the sequence's tokens, or nothing."""
-        if self._max_batch_size is not None and num_running > self._max_batch_size:
+        if not self._may_pay_off(num_running) or self._costs.must_measure_plain:
             return []
         plain, overhead = self._costs.in_draft_tokens(num_running)
-        most = self._max_tokens  # if all of them were right
-        if (1 + most) * plain < MIN_GAIN * (plain + overhead + most) or self._costs.must_measure_plain:
-            return []
-        request = sequence.request
-        history = self._histories.find(request.tenant, (request.adapter_identity, request.salt))
         state = self._states.get(sequence)
         if state is None:
-            state = self._states[sequence] = _SequenceState(sequence)
-        token_ids, accuracy = sequence.token_ids, history.accuracy
+            state = self._states[sequence] = _SequenceState(sequence, self._find_history(sequence))
+        token_ids, history = sequence.token_ids, state.history
+        accuracy = history.accuracy
         for earlier, token_id in zip(state.guesses, token_ids[state.first :], strict=False):
             accuracy.record(earlier.kind, earlier.token_id == token_id)
             if earlier.token_id != token_id:
@@ -90,18 +88,31 @@ class SpeculativeDrafter:
 
     def waits(self, sequence: Sequence) -> bool:
         """Return True if a sequence must wait for its token in flight, because it is likely to get a draft."""
+        if self._is_paused:
+            return False
         state = self._states.get(sequence)
         return state is None or len(sequence.token_ids) + sequence.num_in_flight >= state.next_try
 
     def record_step(self, num_sequences: int, num_drafted: int, seconds: float) -> None:
         """Record the time of a step in which every sequence decodes."""
         self._costs.record(num_sequences, num_drafted, seconds)
+        self._is_paused = not self._may_pay_off(num_sequences)
 
     def finish(self, sequence: Sequence) -> None:
         """Index a finished completion."""
-        self._states.pop(sequence, None)
-        request = sequence.request
+        state, request = self._states.pop(sequence, None), sequence.request
         if sequence.num_generated > 0:
-            history = self._histories.find(request.tenant, (request.adapter_identity, request.salt))
+            history = self._find_history(sequence) if state is None else state.history
             history.completions.add(sequence.token_ids, len(request.prompt_ids))
-            self._histories.trim(request.tenant)
+            self._histories.keep(request.tenant, (request.adapter_identity, request.salt), history)
+
+    def _find_history(self, sequence: Sequence) -> AdapterHistory:
+        request = sequence.request
+        return self._histories.find(request.tenant, (request.adapter_identity, request.salt))
+
+    def _may_pay_off(self, num_sequences: int) -> bool:
+        """Return True if drafts would save time if all their tokens were right."""
+        if self._max_batch_size is not None and num_sequences > self._max_batch_size:
+            return False
+        plain, overhead = self._costs.in_draft_tokens(num_sequences)
+        return (1 + self._max_tokens) * plain >= MIN_GAIN * (plain + overhead + self._max_tokens)

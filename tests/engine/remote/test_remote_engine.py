@@ -585,14 +585,14 @@ def test_cancelled_close_can_be_repeated(folder: Path, monkeypatch: pytest.Monke
 PARENT = """
 import asyncio, sys
 from lorax_server.engine.remote.remote_engine import RemoteEngine
-from tests.engine.fake_engine import FakeConfig, ask_for, fake_target
+from tests.engine.fake_engine import FakeConfig, fake_target, make_fake_request
 
 async def main():
     client = RemoteEngine(fake_target, FakeConfig(sys.argv[1], starts=(sys.argv[2],), orphan_s=0.05))
     if sys.argv[2] == "hang":
         print(flush=True)
     await client.start()
-    stream = client.generate(ask_for(client.new_id(), how=sys.argv[3]))
+    stream = client.generate(make_fake_request(client.new_id(), how=sys.argv[3]))
     await anext(stream)
     print(flush=True)
     if sys.argv[4] == "raise":

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lorax_server.engine.sequence import Sequence as EngineSequence
-from lorax_server.engine.speculation.completion_index import ENTRY_BYTES, CompletionIndex, Histories
+from lorax_server.engine.speculation.completion_index import ENTRY_BYTES, MAX_HISTORIES, CompletionIndex, Histories
 from lorax_server.engine.speculation.drafter import SpeculativeDrafter
 from lorax_server.engine.speculation.guess import Accuracy
 from lorax_server.engine.speculation.prompt_lookup import MAX_PROMPT_TOKENS, PromptLookup
@@ -125,12 +125,34 @@ def test_tenant_memory_is_bounded() -> None:
     histories = Histories(100 * ENTRY_BYTES, max_tenants=2)
     first = histories.find("a", ("one", ""))
     for name in ("one", "two", "three"):
-        histories.find("a", (name, "")).completions.add(range(30), 1)
-        histories.trim("a")
+        history = histories.find("a", (name, ""))
+        history.completions.add(range(30), 1)
+        histories.keep("a", (name, ""), history)
     assert histories.find("a", ("one", "")) is not first
     kept = histories.find("b", ("one", ""))
-    histories.find("c", ("one", ""))
+    for tenant in "bc":
+        histories.keep(tenant, ("one", ""), kept)
     assert histories.find("b", ("one", "")) is kept
+    assert histories.find("a", ("three", "")) is not history
+
+
+def test_number_of_histories_per_tenant_is_bounded() -> None:
+    histories = Histories()
+    first = histories.find("a", ("", "0"))
+    for salt in range(MAX_HISTORIES + 1):
+        histories.keep("a", ("", str(salt)), first if salt == 0 else histories.find("a", ("", str(salt))))
+    assert histories.find("a", ("", "0")) is not first
+    assert histories.find("a", ("", "1")) is histories.find("a", ("", "1"))
+
+
+def test_running_sequences_keep_their_history_with_many_tenants() -> None:
+    drafter = SpeculativeDrafter(8, histories=Histories(max_tenants=1))
+    sequences = [make_sequence([1, 2], TEXT, tenant=tenant) for tenant in "ab"]
+    for sequence in sequences:
+        drafter.propose(sequence, 2)
+    for sequence in sequences:
+        drafter.finish(sequence)
+    assert drafter.propose(make_sequence([3, 2], TEXT[:4], tenant="b"), 1)
 
 
 # --- Length -----------------------------------------------------------------------------------------------------------
@@ -227,4 +249,12 @@ def test_sequence_waits_only_if_a_draft_is_likely() -> None:
     assert drafter.propose(sequence, 1) == []
     assert not drafter.waits(sequence)
     sequence.token_ids += range(200, 230)
+    assert drafter.waits(sequence)
+
+
+def test_no_sequence_waits_while_the_batch_is_too_large() -> None:
+    drafter, sequence = SpeculativeDrafter(8, max_batch_size=4), make_sequence([1, 2], TEXT)
+    drafter.record_step(5, 0, 0.01)
+    assert not drafter.waits(sequence)
+    drafter.record_step(4, 0, 0.01)
     assert drafter.waits(sequence)
