@@ -104,11 +104,13 @@ def test_mixed_requests_with_two_steps_in_flight(monkeypatch: pytest.MonkeyPatch
     check_requests(12, 6, monkeypatch, max_steps_in_flight=2)
 
 
+@pytest.mark.slow
 def test_mixed_requests_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "uses_cpu_graphs", lambda *_: False)
     check_requests(12, 7, monkeypatch)
 
 
+@pytest.mark.slow
 def test_mixed_requests_in_padded_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run eagerly on the padded inputs of CUDA graphs."""
     sizes = GraphSizes.choose(SETTINGS["max_num_seqs"], SETTINGS["max_step_tokens"])

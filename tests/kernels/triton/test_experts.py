@@ -7,6 +7,7 @@ import torch
 
 from lorax_server.kernels import ExpertWeights, LoraBatch, Routing, StackedMatrices
 from lorax_server.kernels.triton import experts as kernels
+from tests.grids import slow_except
 from tests.kernels.expert_cases import Mixture
 
 MIXTURES = {
@@ -30,7 +31,7 @@ def make(mixture: Mixture, device: torch.device) -> ExpertWeights:
     return replace(made, stacked=(gate_up, down))
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", slow_except({"small"}, MIXTURES))
 @pytest.mark.parametrize("tokens", [1, 9, 21])
 def test_tokens_pass_through_their_experts(name: str, tokens: int, device: torch.device) -> None:
     mixture = MIXTURES[name]
@@ -41,7 +42,7 @@ def test_tokens_pass_through_their_experts(name: str, tokens: int, device: torch
     torch.testing.assert_close(out.cpu().double(), mixture.expected(x, routing), rtol=1e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", slow_except({"small"}, MIXTURES))
 @pytest.mark.parametrize("in_graph", [False, True])
 def test_adapters_with_different_ranks_share_a_tile(name: str, in_graph: bool, device: torch.device) -> None:
     mixture = MIXTURES[name]
@@ -54,6 +55,7 @@ def test_adapters_with_different_ranks_share_a_tile(name: str, in_graph: bool, d
     torch.testing.assert_close(out.cpu().double(), mixture.expected(x, routing, lora), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_large_tiles_match_small_tiles(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     mixture = MIXTURES["small"]
     x, routing = mixture.inputs(30), Routing(*(part.to(device) for part in mixture.route(30)))
