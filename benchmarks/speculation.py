@@ -47,7 +47,7 @@ def run(llm: LLM, prompts: list[str], adapter: str | None, params: tuple[Samplin
     return Round(sum(map(len, token_ids)) / (time.monotonic() - started_s), token_ids)
 
 
-def measure(batch_size: int, count: int, history: int, rounds: int, tokens: int | None) -> list[Record]:
+def measure(batch_size: int, count: int, history: int, rounds: int, tokens: int) -> list[Record]:
     settings = {"device": "cpu", "max_num_seqs": batch_size, "cache_bytes": 2**27}
     records = []
     with (
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=24, help="prompts per round")
     parser.add_argument("--history", type=int, default=48, help="prompts before the measurement")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, help="maximum draft tokens (default: the engine's default)")
+    parser.add_argument("--tokens", type=int, default=8, help="maximum draft tokens (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="one short round")
     args = parser.parse_args()
     if args.quick:
