@@ -202,8 +202,9 @@ class LLM:
         `prompt_name` selects a prompt of the model. `truncate` keeps the beginning of texts that are too long.
         """
         config = self._check_task(EMBED)
+        prompt = results.find_prompt(config, prompt_name)
         prepared = [
-            results.prepare_text(text, config, prompt_name) if isinstance(text, str) else text
+            results.prepare_text(prompt, text, config) if isinstance(text, str) else text
             for text in list_prompts(texts)
         ]
         pooled = self._pool(prepared, config, adapter, truncate, progress)

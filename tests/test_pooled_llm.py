@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from lorax_server.errors import ContextLengthError, InputError, NotSupportedError
-from lorax_server.generation.pooled_results import SCORE_INSTRUCTION, Entity, prepare_pair
+from lorax_server.generation.pooled_results import (
+    SCORE_INSTRUCTION,
+    SLICE_CHARACTERS,
+    Entity,
+    prepare_pair,
+    slice_inputs,
+)
 from lorax_server.llm import LLM
 from lorax_server.pooling import SCORE, PoolingConfig
 from tests.parity.test_pooled_models import save_adapter
@@ -68,3 +74,9 @@ def test_score_prompt_contains_texts_unchanged() -> None:
     """Braces in a text must not be formatted."""
     text = prepare_pair("{document}", "{query} {}", PoolingConfig(SCORE))
     assert f"<Instruct>: {SCORE_INSTRUCTION}\n<Query>: {{document}}\n<Document>: {{query}} {{}}<|im_end|>" in text
+
+
+def test_slices_limit_the_characters_and_inputs_tokenized_together() -> None:
+    half = SLICE_CHARACTERS // 2
+    assert slice_inputs([half, half, 1, 10 * half, 1]) == [slice(0, 2), slice(2, 3), slice(3, 4), slice(4, 5)]
+    assert slice_inputs([1] * 130) == [slice(0, 64), slice(64, 128), slice(128, 130)]

@@ -12,6 +12,7 @@ from lorax_server.text.tokenizer import EncodedText, TextTokenizer
 from lorax_server.types import Pooled
 
 OUTSIDE_LABEL = "O"
+SLICE_CHARACTERS, SLICE_INPUTS = 2**16, 64  # tokenized together; tokenizing needs hundreds of bytes per character
 # Qwen3-Reranker's prompt.
 SCORE_PROMPT = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct"
@@ -40,14 +41,18 @@ class Entity(NamedTuple):
 # --- Inputs -----------------------------------------------------------------------------------------------------------
 
 
-def prepare_text(text: str, config: PoolingConfig, prompt_name: str | None = None) -> str:
-    """Return a text as the model expects it, with its prompt."""
+def find_prompt(config: PoolingConfig, prompt_name: str | None = None) -> str:
+    """Return the text that is put before each input."""
     name = prompt_name or config.default_prompt
     if name is not None and name not in config.prompts:
         names = ", ".join(sorted(config.prompts)) or "none"
         raise InputError(f"`prompt_name` {name[:100]!r} is unknown; this model's prompts: {names}")
-    text = text if name is None else config.prompts[name] + text
-    return text.lower() if config.lower_case else text
+    return "" if name is None else config.prompts[name]
+
+
+def prepare_text(prompt: str, text: str, config: PoolingConfig) -> str:
+    """Return a text as the model expects it, with its prompt."""
+    return (prompt + text).lower() if config.lower_case else prompt + text
 
 
 def prepare_pair(query: str, document: str, config: PoolingConfig, instruction: str | None = None) -> Any:
@@ -57,6 +62,17 @@ def prepare_pair(query: str, document: str, config: PoolingConfig, instruction: 
     values = {"query": query, "document": document, "instruction": instruction or SCORE_INSTRUCTION}
     parts = SCORE_PROMPT.replace("{", "\0{").replace("}", "}\0").split("\0")
     return "".join(values[part[1:-1]] if part.startswith("{") else part for part in parts)
+
+
+def slice_inputs(sizes: Sequence[int]) -> list[slice]:
+    """Divide inputs with these numbers of characters into slices of limited size, or of one input."""
+    slices, start, total = list[slice](), 0, 0
+    for index, size in enumerate(sizes):
+        if index > start and (total + size > SLICE_CHARACTERS or index - start == SLICE_INPUTS):
+            slices.append(slice(start, index))
+            start, total = index, 0
+        total += size
+    return [*slices, slice(start, len(sizes))]
 
 
 def encode_inputs(

@@ -227,6 +227,20 @@ def test_truncated_pairs_match_transformers(judge: World) -> None:
     assert_close([item["score"] for item in found["data"]], [expected])
 
 
+def test_pairs_may_exceed_one_slice(judge: World) -> None:
+    documents = (TEXTS * 25)[:70]
+    found = judge.server.post("/v1/score", {"text_1": "cat", "text_2": documents}).json["data"]
+    expected = [float(judge.run("cat", pair=text).logits[0, 0].sigmoid()) for text in TEXTS]
+    assert_close([item["score"] for item in found], (expected * 25)[:70])
+
+
+def test_total_size_of_pairs_is_limited(judge: World) -> None:
+    body = {"query": "a" * 10_000, "documents": ["a"] * 1000, "truncate": True}
+    response = judge.server.post("/v1/rerank", body)
+    assert response.status == 400
+    assert "at most 8388608 characters in all pairs together" in response.json["error"]["message"]
+
+
 # --- Errors -----------------------------------------------------------------------------------------------------------
 
 

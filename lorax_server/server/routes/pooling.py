@@ -3,7 +3,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,6 +42,7 @@ from lorax_server.server.service import Service
 from lorax_server.text.prompt import Prompt, list_prompts
 from lorax_server.text.tokenizer import EncodedText
 
+MAX_PAIR_SIZE = 4  # characters in all pairs of a request, in multiples of the body limit
 CLASSES, PAIRS = (CLASSIFY, TOKEN_CLASSIFY), (EMBED, CLASSIFY, SCORE)
 
 
@@ -210,11 +211,11 @@ async def _score_pairs(
     model, config = await _select(context, body), context.pooling
     if config.can_score:
         _check_count(pairs)
-        for text in {text for pair in pairs for text in pair}:
+        _check_size(context, pairs, instruction or "")
+        for text in {text for pair in pairs for text in pair} | {instruction or ""}:
             check_no_surrogates(text)
         prepare = partial(results.prepare_pair, config=config, instruction=instruction)
-        texts = [prepare(*pair) for pair in pairs]
-        pooled = await context.pool(model, await _encode(context, model, texts, body.truncate))
+        pooled = await context.pool(model, await _encode(context, model, pairs, prepare, body.truncate))
         return [results.to_score(each, config) for each in pooled]
     _check_count(pairs)
     distinct = list(dict.fromkeys(text for pair in pairs for text in pair))
@@ -279,8 +280,9 @@ async def _encode_texts(
     for text in texts:
         check(bool(text), "`inputs` cannot be empty")
         check_no_surrogates(text)
-    prepared = [results.prepare_text(text, context.pooling, prompt_name) for text in texts]
-    return await _encode(context, model, prepared, truncate)
+    prompt = results.find_prompt(context.pooling, prompt_name)
+    prepare = partial(results.prepare_text, config=context.pooling)
+    return await _encode(context, model, [(prompt, text) for text in texts], prepare, truncate)
 
 
 def _check_count(inputs: Sequence[object]) -> None:
@@ -288,17 +290,39 @@ def _check_count(inputs: Sequence[object]) -> None:
     check(len(inputs) <= MAX_INPUTS, f"`inputs` must have at most {MAX_INPUTS} items. Given: {len(inputs)}")
 
 
+def _check_size(context: RequestContext, pairs: Sequence[tuple[str, str]], instruction: str) -> None:
+    """Limit the texts to tokenize, because each pair has its own copy of the query and of the instruction."""
+    limit = MAX_PAIR_SIZE * context.service.config.max_body_bytes
+    size = sum(len(first) + len(second) + len(instruction) for first, second in pairs)
+    check(size <= limit, f"`inputs` must have at most {limit} characters in all pairs together. Given: {size}")
+
+
 async def _encode(
     context: RequestContext,
     model: ResolvedModel,
-    texts: Sequence[str | tuple[str, str]],
+    inputs: Sequence[tuple[str, str]],
+    prepare: Callable[[str, str], Any],
     truncate: bool | None,
 ) -> list[EncodedText]:
+    """Return the tokens of the texts or pairs of texts that `prepare` returns for the inputs.
+
+    Each slice of the inputs is checked before the next slice is tokenized, which limits memory and lets other requests
+    use the tokenizer threads.
+    """
     service, limit = context.service, context.service.max_input_length
-    _check_count(texts)
-    sizes = [len(text) if isinstance(text, str) else sum(map(len, text)) for text in texts]
-    work = partial(results.encode_inputs, model.tokenizer, texts, context.pooling, limit, bool(truncate))
-    return await service.tokenizers.run(model.tokenizer, sum(sizes), work)
+    _check_count(inputs)
+    template = prepare("", "")
+    added = len(template) if isinstance(template, str) else 0
+    sizes = [added + len(first) + len(second) for first, second in inputs]
+
+    def work(part: slice) -> list[EncodedText]:
+        texts = [prepare(*each) for each in inputs[part]]
+        return results.encode_inputs(model.tokenizer, texts, context.pooling, limit, bool(truncate))
+
+    encoded: list[EncodedText] = []
+    for part in results.slice_inputs(sizes):
+        encoded += await service.tokenizers.run(model.tokenizer, sum(sizes[part]), partial(work, part))
+    return encoded
 
 
 async def _locate_entities(
