@@ -11,13 +11,16 @@ import torch
 from lorax_server.errors import ContextLengthError, InputError, NotSupportedError
 from lorax_server.generation.pooled_results import (
     SCORE_INSTRUCTION,
+    SCORE_SUFFIX,
     SLICE_CHARACTERS,
     Entity,
+    encode_inputs,
     prepare_pair,
     slice_inputs,
 )
 from lorax_server.llm import LLM
 from lorax_server.pooling import SCORE, PoolingConfig
+from lorax_server.text.tokenizer import load_tokenizer
 from tests.parity.test_pooled_models import save_adapter
 from tests.pooled import make_model, save_tokenizer, save_transformer_folder
 
@@ -74,6 +77,20 @@ def test_score_prompt_contains_texts_unchanged() -> None:
     """Braces in a text must not be formatted."""
     text = prepare_pair("{document}", "{query} {}", PoolingConfig(SCORE))
     assert f"<Instruct>: {SCORE_INSTRUCTION}\n<Query>: {{document}}\n<Document>: {{query}} {{}}<|im_end|>" in text
+
+
+def test_truncated_score_prompt_keeps_its_suffix(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    tokenizer, config = load_tokenizer(tmp_path), PoolingConfig(SCORE)
+    suffix = tokenizer.encode(SCORE_SUFFIX, add_special_tokens=False)
+    text, limit = prepare_pair("cat", "the dog " * 200, config), 300
+    (whole,) = encode_inputs(tokenizer, [text], config, 10_000, truncate=True)
+    (found,) = encode_inputs(tokenizer, [text], config, limit, truncate=True)
+    assert whole.ids == tokenizer.encode(text)
+    num_kept = limit - len(suffix) - 1
+    assert found.ids == [*whole.ids[:num_kept], *suffix, tokenizer.token_to_id("[SEP]")]
+    with pytest.raises(ContextLengthError):
+        encode_inputs(tokenizer, [text], config, len(suffix), truncate=True)
 
 
 def test_slices_limit_the_characters_and_inputs_tokenized_together() -> None:

@@ -17,9 +17,9 @@ SLICE_CHARACTERS, SLICE_INPUTS = 2**16, 64  # tokenized together; tokenizing nee
 SCORE_PROMPT = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct"
     ' provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
-    "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}<|im_end|>\n"
-    "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
 )
+SCORE_SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 SCORE_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 
 
@@ -61,7 +61,7 @@ def prepare_pair(query: str, document: str, config: PoolingConfig, instruction: 
         return query, document
     values = {"query": query, "document": document, "instruction": instruction or SCORE_INSTRUCTION}
     parts = SCORE_PROMPT.replace("{", "\0{").replace("}", "}\0").split("\0")
-    return "".join(values[part[1:-1]] if part.startswith("{") else part for part in parts)
+    return "".join(values[part[1:-1]] if part.startswith("{") else part for part in parts) + SCORE_SUFFIX
 
 
 def slice_inputs(sizes: Sequence[int]) -> list[slice]:
@@ -83,7 +83,8 @@ def encode_inputs(
         for text in texts:
             parts = [text] if isinstance(text, str) else text
             check_length(sum(map(tokenizer.min_token_count, parts)), limit, "at least ")
-    encoded = tokenizer.encode_texts(texts, limit if truncate else None)
+    suffix = SCORE_SUFFIX if config.task == SCORE else ""
+    encoded = tokenizer.encode_texts(texts, limit if truncate else None, suffix)
     check_length(max((len(each.ids) for each in encoded), default=0), limit)
     return encoded if config.has_token_types else [EncodedText(each.ids) for each in encoded]
 

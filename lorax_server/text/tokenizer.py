@@ -89,15 +89,18 @@ class TextTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._encode_batch([text], add_special_tokens)[0].ids
 
-    def encode_texts(self, texts: Sequence[str | tuple[str, str]], max_tokens: int | None = None) -> list[EncodedText]:
+    def encode_texts(
+        self, texts: Sequence[str | tuple[str, str]], max_tokens: int | None = None, suffix: str = ""
+    ) -> list[EncodedText]:
         """Return the tokens of texts or pairs of texts, with special tokens.
 
-        With `max_tokens`, keep the beginning of longer texts. In a pair, the longer text is shortened first.
+        With `max_tokens`, keep the beginning of longer texts. In a pair, the longer text is shortened first. Texts that
+        end with `suffix` keep it.
         """
         encodings = self._encode_batch(texts)
         if max_tokens is not None:
             encodings = [
-                encoding if len(encoding.ids) <= max_tokens else self._truncate(text, max_tokens)
+                encoding if len(encoding.ids) <= max_tokens else self._truncate(text, max_tokens, suffix)
                 for text, encoding in zip(texts, encodings, strict=True)
             ]
         return [
@@ -105,18 +108,19 @@ class TextTokenizer:
             for text, encoding in zip(texts, encodings, strict=True)
         ]
 
-    def _truncate(self, text: str | tuple[str, str], max_tokens: int) -> Encoding:
-        parts = self._encode_batch([text] if isinstance(text, str) else list(text), add_special_tokens=False)
-        budget = max(0, max_tokens - self._backend.num_special_tokens_to_add(len(parts) > 1))
+    def _truncate(self, text: str | tuple[str, str], max_tokens: int, suffix: str) -> Encoding:
+        if isinstance(text, str):
+            body, end = self._encode_batch([text.removesuffix(suffix), suffix], add_special_tokens=False)
+            body.truncate(max(0, max_tokens - self._backend.num_special_tokens_to_add(False) - len(end.ids)))
+            return self._backend.post_process(Encoding.merge([body, end]) if suffix else body)
+        parts = self._encode_batch(list(text), add_special_tokens=False)
+        budget = max(0, max_tokens - self._backend.num_special_tokens_to_add(True))
         sizes = [len(part.ids) for part in parts]
-        if len(parts) > 1:
-            short = min(*sizes, budget // 2)
-            sizes = [short, budget - short] if sizes[0] <= sizes[1] else [budget - short, short]
-        else:
-            sizes = [budget]
+        short = min(*sizes, budget // 2)
+        sizes = [short, budget - short] if sizes[0] <= sizes[1] else [budget - short, short]
         for part, size in zip(parts, sizes, strict=True):
             part.truncate(size)
-        return self._backend.post_process(parts[0], parts[1] if len(parts) > 1 else None)
+        return self._backend.post_process(*parts)
 
     def locate_tokens(self, text: str) -> tuple[list[tuple[int, int]], list[bool]]:
         """Return the character range of each token, and whether it is a special token."""
