@@ -17,10 +17,12 @@ from lorax_server.generation.pooled_results import (
     encode_inputs,
     prepare_pair,
     slice_inputs,
+    to_entities,
 )
 from lorax_server.llm import LLM
-from lorax_server.pooling import SCORE, PoolingConfig
+from lorax_server.pooling import SCORE, TOKEN_CLASSIFY, PoolingConfig
 from lorax_server.text.tokenizer import load_tokenizer
+from lorax_server.types import Pooled
 from tests.parity.test_pooled_models import save_adapter
 from tests.pooled import make_model, save_tokenizer, save_transformer_folder
 
@@ -91,6 +93,17 @@ def test_truncated_score_prompt_keeps_its_suffix(tmp_path: Path) -> None:
     assert found.ids == [*whole.ids[:num_kept], *suffix, tokenizer.token_to_id("[SEP]")]
     with pytest.raises(ContextLengthError):
         encode_inputs(tokenizer, [text], config, len(suffix), truncate=True)
+
+
+def test_truncated_text_has_no_entity_at_its_last_special_token(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    config, text = PoolingConfig(TOKEN_CLASSIFY, labels=("O", "B-LOC")), "the cat lives in paris"
+    (encoded,) = encode_inputs(load_tokenizer(tmp_path), [text], config, 4, truncate=True)
+    assert encoded.spans[1:3] == [(0, 3), (4, 7)]
+    assert encoded.is_special == [True, False, False, True]
+    logits = np.array([[0, 9], [9, 0], [0, 9], [0, 9]], np.float32)
+    (entity,) = to_entities(Pooled(logits.tobytes(), logits.shape), config, text, encoded)
+    assert entity[2:] == ("cat", 4, 7)
 
 
 def test_slices_limit_the_characters_and_inputs_tokenized_together() -> None:

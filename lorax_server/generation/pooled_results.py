@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from lorax_server.errors import ContextLengthError, InputError
-from lorax_server.pooling import SCORE, PoolingConfig
+from lorax_server.pooling import SCORE, TOKEN_CLASSIFY, PoolingConfig
 from lorax_server.text.tokenizer import EncodedText, TextTokenizer
 from lorax_server.types import Pooled
 
@@ -84,9 +84,10 @@ def encode_inputs(
             parts = [text] if isinstance(text, str) else text
             check_length(sum(map(tokenizer.min_token_count, parts)), limit, "at least ")
     suffix = SCORE_SUFFIX if config.task == SCORE else ""
-    encoded = tokenizer.encode_texts(texts, limit if truncate else None, suffix)
+    with_spans = config.task == TOKEN_CLASSIFY
+    encoded = tokenizer.encode_texts(texts, limit, truncate=truncate, suffix=suffix, with_spans=with_spans)
     check_length(max((len(each.ids) for each in encoded), default=0), limit)
-    return encoded if config.has_token_types else [EncodedText(each.ids) for each in encoded]
+    return encoded if config.has_token_types else [each._replace(second_start=0) for each in encoded]
 
 
 def check_length(count: int, limit: int, prefix: str = "") -> None:
@@ -138,17 +139,15 @@ def to_score(pooled: Pooled, config: PoolingConfig) -> float:
     return sigmoid(logits[0]) if config.score_activation == "sigmoid" else logits[0]
 
 
-def to_entities(
-    pooled: Pooled, config: PoolingConfig, text: str, spans: Sequence[tuple[int, int]], is_special: Sequence[bool]
-) -> list[Entity]:
+def to_entities(pooled: Pooled, config: PoolingConfig, text: str, encoded: EncodedText) -> list[Entity]:
     """Group tokens to entities, as transformers does with `aggregation_strategy="simple"`."""
-    count, size = pooled.shape
+    _, size = pooled.shape
     _require_head(range(size))
     values, labels = read_values(pooled), find_labels(size, config)
     groups: list[tuple[str, list[float], list[int]]] = []  # label, scores, character positions
     last = ("", "")
-    for index, (start, end) in enumerate(spans[:count]):
-        if is_special[index]:
+    for index, (start, end) in enumerate(encoded.spans):
+        if encoded.is_special[index]:
             continue
         scores = softmax(values[index * size : (index + 1) * size])
         best = max(range(size), key=scores.__getitem__)

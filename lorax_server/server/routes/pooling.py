@@ -109,14 +109,15 @@ async def _embed(context: RequestContext, body: EmbedRequest) -> Response:
 async def _classify(context: RequestContext, body: ClassifyRequest | ClassifyBatchRequest) -> Response:
     model = await _select_lorax(context, body, body.parameters)
     texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
-    pooled = await context.pool(model, await _encode_texts(context, model, texts, body.truncate))
-    spans = await _locate_entities(context, model, texts)
+    encoded = await _encode_texts(context, model, texts, body.truncate)
+    pooled = await context.pool(model, encoded)
+    is_tokens = context.pooling.task == TOKEN_CLASSIFY
 
     def write() -> Response:
         content: list[Any] = []
         for index, each in enumerate(pooled):
-            if spans:
-                found = results.to_entities(each, context.pooling, texts[index], *spans[index])
+            if is_tokens:
+                found = results.to_entities(each, context.pooling, texts[index], encoded[index])
                 content.append([entity._asdict() for entity in found])
             else:
                 ranked = sorted(results.to_labels(each, context.pooling), key=lambda label: -label.score)
@@ -163,14 +164,14 @@ async def _labels(context: RequestContext, body: LabelRequest) -> Response:
     prompts = list_prompts(body.input)
     is_tokens = context.pooling.task == TOKEN_CLASSIFY
     check(not is_tokens or all(isinstance(each, str) for each in prompts), "`input` must be text for this model")
-    pooled = await context.pool(model, await _encode_prompts(context, model, prompts, body.truncate))
-    spans = await _locate_entities(context, model, prompts)
+    encoded = await _encode_prompts(context, model, prompts, body.truncate)
+    pooled = await context.pool(model, encoded)
 
     def write() -> Response:
         data: list[dict[str, Any]] = []
         for index, each in enumerate(pooled):
-            if spans:
-                found = results.to_entities(each, context.pooling, str(prompts[index]), *spans[index])
+            if is_tokens:
+                found = results.to_entities(each, context.pooling, str(prompts[index]), encoded[index])
                 data.append({"index": index, "entities": [entity._asdict() for entity in found]})
                 continue
             scored = results.to_labels(each, context.pooling)
@@ -323,15 +324,3 @@ async def _encode(
     for part in results.slice_inputs(sizes):
         encoded += await service.tokenizers.run(model.tokenizer, sum(sizes[part]), partial(work, part))
     return encoded
-
-
-async def _locate_entities(
-    context: RequestContext, model: ResolvedModel, texts: Sequence[Prompt]
-) -> list[tuple[list[tuple[int, int]], list[bool]]]:
-    """Return the positions of the tokens of each text, or nothing if the model does not classify tokens."""
-    if context.pooling.task != TOKEN_CLASSIFY:
-        return []
-    tokenizer, strings = model.tokenizer, [text for text in texts if isinstance(text, str)]
-    return await context.service.tokenizers.run(
-        tokenizer, sum(map(len, strings)), lambda: [tokenizer.locate_tokens(text) for text in strings]
-    )
