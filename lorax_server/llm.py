@@ -203,10 +203,10 @@ class LLM:
         """
         config = self._check_task(EMBED)
         prompt = results.find_prompt(config, prompt_name)
-        prepared = [
-            results.prepare_text(prompt, text, config) if isinstance(text, str) else text
-            for text in list_prompts(texts)
-        ]
+        listed = list_prompts(texts)
+        if prompt_name is not None and not all(isinstance(text, str) for text in listed):
+            raise InputError("`prompt_name` has no effect on token IDs; put the prompt's tokens before them")
+        prepared = [results.prepare_text(prompt, text, config) if isinstance(text, str) else text for text in listed]
         pooled = self._pool(prepared, config, adapter, truncate, progress)
         return np.array([results.to_embedding(each, config, dimensions) for _, each in pooled], np.float32)
 

@@ -20,7 +20,7 @@ from lorax_server.generation.pooled_results import (
     to_entities,
 )
 from lorax_server.llm import LLM
-from lorax_server.pooling import SCORE, TOKEN_CLASSIFY, PoolingConfig
+from lorax_server.pooling import CLASSIFY, SCORE, TOKEN_CLASSIFY, PoolingConfig
 from lorax_server.text.tokenizer import load_tokenizer
 from lorax_server.types import Pooled
 from tests.parity.test_pooled_models import save_adapter
@@ -32,7 +32,7 @@ TEXTS = ["john smith lives in paris", "the cat"]
 def test_embed_applies_adapters_and_dimensions(tmp_path: Path) -> None:
     model = make_model("bert", "Model", tmp_path / "model")
     tokenizer = save_tokenizer(tmp_path / "model")
-    save_transformer_folder(tmp_path / "model", "cls")
+    save_transformer_folder(tmp_path / "model", "cls", prompts={"query": "query "})
     tuned = save_adapter(make_model("bert", "Model"), tmp_path / "tuned", target_modules=["query"])
     with LLM(tmp_path / "model", {"tuned": tmp_path / "tuned"}, device="cpu") as llm:
         shown = io.StringIO()
@@ -49,6 +49,8 @@ def test_embed_applies_adapters_and_dimensions(tmp_path: Path) -> None:
         assert llm.embed("cat " * 100, truncate=True).shape == (1, 32)
         with pytest.raises(ContextLengthError, match="at most 64 tokens"):
             llm.embed("cat " * 100)
+        with pytest.raises(InputError, match="`prompt_name` has no effect on token IDs"):
+            llm.embed(ids, prompt_name="query")
         with pytest.raises(InputError, match="1 prompts, but 2 adapters"):
             llm.embed("a", adapter=["tuned", None])
         for call in (lambda: llm.generate("a"), lambda: llm.classify("a"), lambda: next(llm.stream("a"))):
@@ -79,6 +81,11 @@ def test_score_prompt_contains_texts_unchanged() -> None:
     """Braces in a text must not be formatted."""
     text = prepare_pair("{document}", "{query} {}", PoolingConfig(SCORE))
     assert f"<Instruct>: {SCORE_INSTRUCTION}\n<Query>: {{document}}\n<Document>: {{query}} {{}}<|im_end|>" in text
+
+
+def test_instruction_without_effect_is_rejected() -> None:
+    with pytest.raises(InputError, match="`instruction` has no effect"):
+        prepare_pair("a", "b", PoolingConfig(CLASSIFY), "rank by length")
 
 
 def test_truncated_score_prompt_keeps_its_suffix(tmp_path: Path) -> None:

@@ -58,6 +58,8 @@ def prepare_text(prompt: str, text: str, config: PoolingConfig) -> str:
 def prepare_pair(query: str, document: str, config: PoolingConfig, instruction: str | None = None) -> Any:
     """Return the text or pair of texts with which a model judges a document."""
     if config.task != SCORE:
+        if instruction is not None:
+            raise InputError("`instruction` has no effect on this model; it is only for --task score")
         return query, document
     values = {"query": query, "document": document, "instruction": instruction or SCORE_INSTRUCTION}
     parts = SCORE_PROMPT.replace("{", "\0{").replace("}", "}\0").split("\0")

@@ -96,7 +96,8 @@ def make_router(service: Service) -> APIRouter:
 async def _embed(context: RequestContext, body: EmbedRequest) -> Response:
     model = await _select_lorax(context, body, body.parameters)
     texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
-    pooled = await context.pool(model, await _encode_texts(context, model, texts, body.truncate))
+    encoded = await _encode_texts(context, model, [(None, text) for text in texts], body.truncate)
+    pooled = await context.pool(model, encoded)
 
     def write() -> Response:
         vectors = [results.to_embedding(each, context.pooling).tolist() for each in pooled]
@@ -109,7 +110,7 @@ async def _embed(context: RequestContext, body: EmbedRequest) -> Response:
 async def _classify(context: RequestContext, body: ClassifyRequest | ClassifyBatchRequest) -> Response:
     model = await _select_lorax(context, body, body.parameters)
     texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
-    encoded = await _encode_texts(context, model, texts, body.truncate)
+    encoded = await _encode_texts(context, model, [(None, text) for text in texts], body.truncate)
     pooled = await context.pool(model, encoded)
     is_tokens = context.pooling.task == TOKEN_CLASSIFY
 
@@ -197,7 +198,8 @@ async def _score(context: RequestContext, body: ScoreRequest) -> Response:
 
 async def _rerank(context: RequestContext, body: RerankRequest) -> Response:
     texts = [each.text if isinstance(each, Document) else each for each in body.documents]
-    scores = await _score_pairs(context, body, [(body.query, text) for text in texts], body.instruction)
+    pairs = [(body.query, text) for text in texts]
+    scores = await _score_pairs(context, body, pairs, body.instruction, is_retrieval=True)
     order = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.top_n]
     ranked: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in order]
     for each in ranked if body.return_documents is not False else ():
@@ -206,10 +208,18 @@ async def _rerank(context: RequestContext, body: RerankRequest) -> Response:
 
 
 async def _score_pairs(
-    context: RequestContext, body: PooledRequest, pairs: list[tuple[str, str]], instruction: str | None
+    context: RequestContext,
+    body: PooledRequest,
+    pairs: list[tuple[str, str]],
+    instruction: str | None,
+    is_retrieval: bool = False,
 ) -> list[float]:
-    """Return a score per pair: the model's judgment, or the cosine similarity of the embeddings."""
+    """Return a score per pair: the model's judgment, or the cosine similarity of the embeddings.
+
+    If `is_retrieval`, the pairs are queries and documents, and embedding models use their prompts for these.
+    """
     model, config = await _select(context, body), context.pooling
+    results.prepare_pair("", "", config, instruction)  # rejects an instruction without effect
     if config.can_score:
         _check_count(pairs)
         _check_size(context, pairs, instruction or "")
@@ -219,10 +229,13 @@ async def _score_pairs(
         pooled = await context.pool(model, await _encode(context, model, pairs, prepare, body.truncate))
         return [results.to_score(each, config) for each in pooled]
     _check_count(pairs)
-    distinct = list(dict.fromkeys(text for pair in pairs for text in pair))
+    has_prompts = is_retrieval and {"query", "document"} <= config.prompts.keys()
+    names = ("query", "document") if has_prompts else (None, None)
+    named = [tuple(zip(names, pair, strict=True)) for pair in pairs]
+    distinct = list(dict.fromkeys(each for pair in named for each in pair))
     pooled = await context.pool(model, await _encode_texts(context, model, distinct, body.truncate))
     vectors = dict(zip(distinct, (results.to_embedding(each, config) for each in pooled), strict=True))
-    return await asyncio.to_thread(lambda: [results.cosine(vectors[one], vectors[other]) for one, other in pairs])
+    return await asyncio.to_thread(lambda: [results.cosine(vectors[one], vectors[other]) for one, other in named])
 
 
 async def _select(context: RequestContext, body: PooledRequest) -> ResolvedModel:
@@ -260,7 +273,8 @@ async def _encode_prompts(
     _check_count(prompts)
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if texts:
-        return await _encode_texts(context, model, texts, truncate, prompt_name)
+        return await _encode_texts(context, model, [(prompt_name, text) for text in texts], truncate)
+    check(prompt_name is None, "`prompt_name` has no effect on token IDs; put the prompt's tokens before them")
     limit, vocab_size = context.service.max_input_length, context.service.engine.info.vocab_size
     lists = [list(prompt)[:limit] if truncate else list(prompt) for prompt in prompts if not isinstance(prompt, str)]
     for ids in lists:
@@ -271,19 +285,16 @@ async def _encode_prompts(
 
 
 async def _encode_texts(
-    context: RequestContext,
-    model: ResolvedModel,
-    texts: Sequence[str],
-    truncate: bool | None,
-    prompt_name: str | None = None,
+    context: RequestContext, model: ResolvedModel, texts: Sequence[tuple[str | None, str]], truncate: bool | None
 ) -> list[EncodedText]:
+    """Return the tokens of texts, each with the name of its prompt. None selects the default prompt."""
     _check_count(texts)
-    for text in texts:
+    for _, text in texts:
         check(bool(text), "`inputs` cannot be empty")
         check_no_surrogates(text)
-    prompt = results.find_prompt(context.pooling, prompt_name)
+    prompts = {name: results.find_prompt(context.pooling, name) for name, _ in texts}
     prepare = partial(results.prepare_text, config=context.pooling)
-    return await _encode(context, model, [(prompt, text) for text in texts], prepare, truncate)
+    return await _encode(context, model, [(prompts[name], text) for name, text in texts], prepare, truncate)
 
 
 def _check_count(inputs: Sequence[object]) -> None:
