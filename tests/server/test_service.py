@@ -1,6 +1,7 @@
 """`Service` and `RequestContext`: timeouts, permits, logs and shutdown, with a scripted engine."""
 
 import asyncio
+import copy
 import json
 import logging
 import re
@@ -17,6 +18,7 @@ from lorax_server.errors import (
     AdapterNotFoundError,
     ConfigError,
     EngineError,
+    InputError,
     LoraxError,
     OverloadedError,
     SourceError,
@@ -27,6 +29,7 @@ from lorax_server.server.access.model_names import AdapterKey
 from lorax_server.server.http.error_responses import json_response
 from lorax_server.server.http.sse import EventStream, encode_event
 from lorax_server.server.request_context import CLIENT_DISCONNECTED_STATUS, RequestContext
+from lorax_server.server.routes.pooling import _encode_prompts
 from lorax_server.server.service import Service
 from lorax_server.server.telemetry.logs import EXTRA_KEY
 from lorax_server.text.tokenizer import EncodedText
@@ -41,6 +44,7 @@ from tests.server.service_harness import (
     resolve_adapter,
     settle,
     streamed,
+    tokenizer,
     whole,
 )
 
@@ -514,5 +518,23 @@ def test_inputs_are_not_submitted_after_a_disconnect_or_failure(monkeypatch: pyt
         assert len(service.engine.added) == 2
         assert 2 in service.engine.aborted
         service.assert_all_released()
+
+    asyncio.run(check())
+
+
+def test_token_lists_may_have_tokens_added_by_the_adapter() -> None:
+    async def encode(call: RequestContext) -> Response:
+        call.record_model(call.service.model_names.base_selection)
+        model = await call.resolve(call.service.model_names.base_selection)
+        extended = copy.copy(model.tokenizer)
+        extended.num_ids += 1
+        ids = [[model.tokenizer.num_ids]]
+        encoded = await _encode_prompts(call, model._replace(tokenizer=extended), ids, truncate=False)
+        with pytest.raises(InputError, match="beyond the vocabulary"):
+            await _encode_prompts(call, model, ids, truncate=False)
+        return json_response(encoded[0].ids)
+
+    async def check() -> None:
+        assert parse_body(await ServiceHarness().submit(encode)) == [tokenizer().num_ids]
 
     asyncio.run(check())

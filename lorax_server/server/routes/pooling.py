@@ -275,7 +275,8 @@ async def _encode_prompts(
     if texts:
         return await _encode_texts(context, model, [(prompt_name, text) for text in texts], truncate)
     check(prompt_name is None, "`prompt_name` has no effect on token IDs; put the prompt's tokens before them")
-    limit, vocab_size = context.service.max_input_length, context.service.engine.info.vocab_size
+    limit = context.service.max_input_length
+    vocab_size = max(context.service.engine.info.vocab_size, model.tokenizer.num_ids)  # the engine checks per adapter
     lists = [list(prompt)[:limit] if truncate else list(prompt) for prompt in prompts if not isinstance(prompt, str)]
     for ids in lists:
         check(bool(ids), "`inputs` cannot be empty")
