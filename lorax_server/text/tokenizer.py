@@ -129,7 +129,7 @@ class TextTokenizer:
         sizes = [short, budget - short] if sizes[0] <= sizes[1] else [budget - short, short]
         for part, size in zip(parts, sizes, strict=True):
             part.truncate(size)
-        return self._backend.post_process(*parts)
+        return self._backend.post_process(parts[0], parts[1])
 
     def _encode_batch(
         self, texts: Sequence[Any], add_special_tokens: bool = True, with_offsets: bool = False
