@@ -202,12 +202,13 @@ class LLM:
         `prompt_name` selects a prompt of the model. `truncate` keeps the beginning of texts that are too long.
         """
         config = self._check_task(EMBED)
-        prepared = [
-            results.prepare_text(text, config, prompt_name) if isinstance(text, str) else text
-            for text in list_prompts(texts)
-        ]
+        prompt = results.find_prompt(config, prompt_name)
+        listed = list_prompts(texts)
+        if prompt_name is not None and not all(isinstance(text, str) for text in listed):
+            raise InputError("`prompt_name` has no effect on token IDs; put the prompt's tokens before them")
+        prepared = [results.prepare_text(prompt, text, config) if isinstance(text, str) else text for text in listed]
         pooled = self._pool(prepared, config, adapter, truncate, progress)
-        return np.array([results.to_embedding(each, config, dimensions) for each in pooled], np.float32)
+        return np.array([results.to_embedding(each, config, dimensions) for _, each in pooled], np.float32)
 
     def classify(
         self,
@@ -222,10 +223,10 @@ class LLM:
         listed = [texts] if isinstance(texts, str) else list(texts)
         pooled = self._pool(listed, config, adapter, truncate, progress)
         if config.task == CLASSIFY:
-            return [results.to_labels(each, config) for each in pooled]
+            return [results.to_labels(each, config) for _, each in pooled]
         return [
-            results.to_entities(each, config, text, *self._tokenizer.locate_tokens(text))
-            for each, text in zip(pooled, listed, strict=True)
+            results.to_entities(each, config, text, encoded)
+            for (encoded, each), text in zip(pooled, listed, strict=True)
         ]
 
     def score(
@@ -244,7 +245,7 @@ class LLM:
         pairs = zip(broadcast(queries, str, "queries", len(listed)), listed, strict=True)
         texts = [results.prepare_pair(query or "", document, config, instruction) for query, document in pairs]
         pooled = self._pool(texts, config, adapter, truncate, progress)
-        return [results.to_score(each, config) for each in pooled]
+        return [results.to_score(each, config) for _, each in pooled]
 
     def _check_task(self, *tasks: str) -> Any:
         task = GENERATE if self._pooling is None else self._pooling.task
@@ -259,11 +260,12 @@ class LLM:
         adapter: str | Sequence[str | None] | None,
         truncate: bool,
         progress: bool | None,
-    ) -> list[Pooled]:
-        """Return the results for texts, pairs of texts or token lists, with one entry per text."""
+    ) -> list[tuple[EncodedText, Pooled]]:
+        """Return the tokens and results of texts, pairs of texts or token lists, with one entry per text."""
         adapter_ids, limit = broadcast(adapter, str, "adapters", len(texts)), self._engine.capabilities.max_length - 1
         progress = sys.stderr.isatty() and len(texts) > 1 if progress is None else progress
         bar, runs = tqdm(total=len(texts), unit="text", disable=not progress, dynamic_ncols=True), list[Generation]()
+        inputs: list[EncodedText] = []
         try:
             for text, resolved in zip(texts, self._resolve_all(adapter_ids, "raise"), strict=True):
                 assert isinstance(resolved, Resolved)
@@ -273,6 +275,7 @@ class LLM:
                 else:
                     encoded = EncodedText(encode_prompt(tokenizer, text)[: limit if truncate else None])
                     results.check_length(len(encoded.ids), limit)
+                inputs.append(encoded)
                 request = Request(next(self._ids), encoded.ids, SamplingParams(), StopParams(max_new_tokens=1))
                 request = replace(request, adapter_identity=resolved.identity, second_start=encoded.second_start)
                 runs.append(Generation(request, tokenizer.detokenizer))
@@ -282,7 +285,8 @@ class LLM:
         finally:
             bar.close()
             self._stop(runs)
-        return [run.completion.pooled for run in runs if run.completion.pooled is not None]
+        pooled = [run.completion.pooled for run in runs if run.completion.pooled is not None]
+        return list(zip(inputs, pooled, strict=True))
 
     # --- Adapters -----------------------------------------------------------------------------------------------------
 

@@ -9,9 +9,20 @@ import pytest
 import torch
 
 from lorax_server.errors import ContextLengthError, InputError, NotSupportedError
-from lorax_server.generation.pooled_results import SCORE_INSTRUCTION, Entity, prepare_pair
+from lorax_server.generation.pooled_results import (
+    SCORE_INSTRUCTION,
+    SCORE_SUFFIX,
+    SLICE_CHARACTERS,
+    Entity,
+    encode_inputs,
+    prepare_pair,
+    slice_inputs,
+    to_entities,
+)
 from lorax_server.llm import LLM
-from lorax_server.pooling import SCORE, PoolingConfig
+from lorax_server.pooling import CLASSIFY, SCORE, TOKEN_CLASSIFY, PoolingConfig
+from lorax_server.text.tokenizer import load_tokenizer
+from lorax_server.types import Pooled
 from tests.parity.test_pooled_models import save_adapter
 from tests.pooled import make_model, save_tokenizer, save_transformer_folder
 
@@ -21,7 +32,7 @@ TEXTS = ["john smith lives in paris", "the cat"]
 def test_embed_applies_adapters_and_dimensions(tmp_path: Path) -> None:
     model = make_model("bert", "Model", tmp_path / "model")
     tokenizer = save_tokenizer(tmp_path / "model")
-    save_transformer_folder(tmp_path / "model", "cls")
+    save_transformer_folder(tmp_path / "model", "cls", prompts={"query": "query "})
     tuned = save_adapter(make_model("bert", "Model"), tmp_path / "tuned", target_modules=["query"])
     with LLM(tmp_path / "model", {"tuned": tmp_path / "tuned"}, device="cpu") as llm:
         shown = io.StringIO()
@@ -38,6 +49,8 @@ def test_embed_applies_adapters_and_dimensions(tmp_path: Path) -> None:
         assert llm.embed("cat " * 100, truncate=True).shape == (1, 32)
         with pytest.raises(ContextLengthError, match="at most 64 tokens"):
             llm.embed("cat " * 100)
+        with pytest.raises(InputError, match="`prompt_name` has no effect on token IDs"):
+            llm.embed(ids, prompt_name="query")
         with pytest.raises(InputError, match="1 prompts, but 2 adapters"):
             llm.embed("a", adapter=["tuned", None])
         for call in (lambda: llm.generate("a"), lambda: llm.classify("a"), lambda: next(llm.stream("a"))):
@@ -68,3 +81,39 @@ def test_score_prompt_contains_texts_unchanged() -> None:
     """Braces in a text must not be formatted."""
     text = prepare_pair("{document}", "{query} {}", PoolingConfig(SCORE))
     assert f"<Instruct>: {SCORE_INSTRUCTION}\n<Query>: {{document}}\n<Document>: {{query}} {{}}<|im_end|>" in text
+
+
+def test_instruction_without_effect_is_rejected() -> None:
+    with pytest.raises(InputError, match="`instruction` has no effect"):
+        prepare_pair("a", "b", PoolingConfig(CLASSIFY), "rank by length")
+
+
+def test_truncated_score_prompt_keeps_its_suffix(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    tokenizer, config = load_tokenizer(tmp_path), PoolingConfig(SCORE)
+    suffix = tokenizer.encode(SCORE_SUFFIX, add_special_tokens=False)
+    text, limit = prepare_pair("cat", "the dog " * 200, config), 300
+    (whole,) = encode_inputs(tokenizer, [text], config, 10_000, truncate=True)
+    (found,) = encode_inputs(tokenizer, [text], config, limit, truncate=True)
+    assert whole.ids == tokenizer.encode(text)
+    num_kept = limit - len(suffix) - 1
+    assert found.ids == [*whole.ids[:num_kept], *suffix, tokenizer.token_to_id("[SEP]")]
+    with pytest.raises(ContextLengthError):
+        encode_inputs(tokenizer, [text], config, len(suffix), truncate=True)
+
+
+def test_truncated_text_has_no_entity_at_its_last_special_token(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    config, text = PoolingConfig(TOKEN_CLASSIFY, labels=("O", "B-LOC")), "the cat lives in paris"
+    (encoded,) = encode_inputs(load_tokenizer(tmp_path), [text], config, 4, truncate=True)
+    assert encoded.spans[1:3] == [(0, 3), (4, 7)]
+    assert encoded.is_special == [True, False, False, True]
+    logits = np.array([[0, 9], [9, 0], [0, 9], [0, 9]], np.float32)
+    (entity,) = to_entities(Pooled(logits.tobytes(), logits.shape), config, text, encoded)
+    assert entity[2:] == ("cat", 4, 7)
+
+
+def test_slices_limit_the_characters_and_inputs_tokenized_together() -> None:
+    half = SLICE_CHARACTERS // 2
+    assert slice_inputs([half, half, 1, 10 * half, 1]) == [slice(0, 2), slice(2, 3), slice(3, 4), slice(4, 5)]
+    assert slice_inputs([1] * 130) == [slice(0, 64), slice(64, 128), slice(128, 130)]

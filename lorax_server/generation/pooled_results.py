@@ -7,18 +7,19 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from lorax_server.errors import ContextLengthError, InputError
-from lorax_server.pooling import SCORE, PoolingConfig
+from lorax_server.pooling import SCORE, TOKEN_CLASSIFY, PoolingConfig
 from lorax_server.text.tokenizer import EncodedText, TextTokenizer
 from lorax_server.types import Pooled
 
 OUTSIDE_LABEL = "O"
+SLICE_CHARACTERS, SLICE_INPUTS = 2**16, 64  # tokenized together; tokenizing needs hundreds of bytes per character
 # Qwen3-Reranker's prompt.
 SCORE_PROMPT = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct"
     ' provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
-    "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}<|im_end|>\n"
-    "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
 )
+SCORE_SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 SCORE_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 
 
@@ -40,23 +41,40 @@ class Entity(NamedTuple):
 # --- Inputs -----------------------------------------------------------------------------------------------------------
 
 
-def prepare_text(text: str, config: PoolingConfig, prompt_name: str | None = None) -> str:
-    """Return a text as the model expects it, with its prompt."""
+def find_prompt(config: PoolingConfig, prompt_name: str | None = None) -> str:
+    """Return the text that is put before each input."""
     name = prompt_name or config.default_prompt
     if name is not None and name not in config.prompts:
         names = ", ".join(sorted(config.prompts)) or "none"
         raise InputError(f"`prompt_name` {name[:100]!r} is unknown; this model's prompts: {names}")
-    text = text if name is None else config.prompts[name] + text
-    return text.lower() if config.lower_case else text
+    return "" if name is None else config.prompts[name]
+
+
+def prepare_text(prompt: str, text: str, config: PoolingConfig) -> str:
+    """Return a text as the model expects it, with its prompt."""
+    return (prompt + text).lower() if config.lower_case else prompt + text
 
 
 def prepare_pair(query: str, document: str, config: PoolingConfig, instruction: str | None = None) -> Any:
     """Return the text or pair of texts with which a model judges a document."""
     if config.task != SCORE:
+        if instruction is not None:
+            raise InputError("`instruction` has no effect on this model; it is only for --task score")
         return query, document
     values = {"query": query, "document": document, "instruction": instruction or SCORE_INSTRUCTION}
     parts = SCORE_PROMPT.replace("{", "\0{").replace("}", "}\0").split("\0")
-    return "".join(values[part[1:-1]] if part.startswith("{") else part for part in parts)
+    return "".join(values[part[1:-1]] if part.startswith("{") else part for part in parts) + SCORE_SUFFIX
+
+
+def slice_inputs(sizes: Sequence[int]) -> list[slice]:
+    """Divide inputs with these numbers of characters into slices of limited size, or of one input."""
+    slices, start, total = list[slice](), 0, 0
+    for index, size in enumerate(sizes):
+        if index > start and (total + size > SLICE_CHARACTERS or index - start == SLICE_INPUTS):
+            slices.append(slice(start, index))
+            start, total = index, 0
+        total += size
+    return [*slices, slice(start, len(sizes))]
 
 
 def encode_inputs(
@@ -67,9 +85,11 @@ def encode_inputs(
         for text in texts:
             parts = [text] if isinstance(text, str) else text
             check_length(sum(map(tokenizer.min_token_count, parts)), limit, "at least ")
-    encoded = tokenizer.encode_texts(texts, limit if truncate else None)
+    suffix = SCORE_SUFFIX if config.task == SCORE else ""
+    with_spans = config.task == TOKEN_CLASSIFY
+    encoded = tokenizer.encode_texts(texts, limit, truncate=truncate, suffix=suffix, with_spans=with_spans)
     check_length(max((len(each.ids) for each in encoded), default=0), limit)
-    return encoded if config.has_token_types else [EncodedText(each.ids) for each in encoded]
+    return encoded if config.has_token_types else [each._replace(second_start=0) for each in encoded]
 
 
 def check_length(count: int, limit: int, prefix: str = "") -> None:
@@ -121,17 +141,15 @@ def to_score(pooled: Pooled, config: PoolingConfig) -> float:
     return sigmoid(logits[0]) if config.score_activation == "sigmoid" else logits[0]
 
 
-def to_entities(
-    pooled: Pooled, config: PoolingConfig, text: str, spans: Sequence[tuple[int, int]], is_special: Sequence[bool]
-) -> list[Entity]:
+def to_entities(pooled: Pooled, config: PoolingConfig, text: str, encoded: EncodedText) -> list[Entity]:
     """Group tokens to entities, as transformers does with `aggregation_strategy="simple"`."""
-    count, size = pooled.shape
+    _, size = pooled.shape
     _require_head(range(size))
     values, labels = read_values(pooled), find_labels(size, config)
     groups: list[tuple[str, list[float], list[int]]] = []  # label, scores, character positions
     last = ("", "")
-    for index, (start, end) in enumerate(spans[:count]):
-        if is_special[index]:
+    for index, (start, end) in enumerate(encoded.spans):
+        if encoded.is_special[index]:
             continue
         scores = softmax(values[index * size : (index + 1) * size])
         best = max(range(size), key=scores.__getitem__)

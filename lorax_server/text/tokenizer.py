@@ -66,6 +66,8 @@ class EncodedText(NamedTuple):
 
     ids: list[int]
     second_start: int = 0  # first token of the second text, if the model distinguishes the texts; else 0
+    spans: Sequence[tuple[int, int]] = ()  # character range of each token, on request
+    is_special: Sequence[bool] = ()  # whether each token is a special token, on request
 
 
 class TextTokenizer:
@@ -89,39 +91,45 @@ class TextTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._encode_batch([text], add_special_tokens)[0].ids
 
-    def encode_texts(self, texts: Sequence[str | tuple[str, str]], max_tokens: int | None = None) -> list[EncodedText]:
+    def encode_texts(
+        self,
+        texts: Sequence[str | tuple[str, str]],
+        max_tokens: int,
+        *,
+        truncate: bool = False,
+        suffix: str = "",
+        with_spans: bool = False,
+    ) -> list[EncodedText]:
         """Return the tokens of texts or pairs of texts, with special tokens.
 
-        With `max_tokens`, keep the beginning of longer texts. In a pair, the longer text is shortened first.
+        `truncate` keeps the first `max_tokens` tokens of longer texts; otherwise, longer texts have no `spans`. In a
+        pair, the longer text is shortened first. Texts that end with `suffix` keep it.
         """
-        encodings = self._encode_batch(texts)
-        if max_tokens is not None:
-            encodings = [
-                encoding if len(encoding.ids) <= max_tokens else self._truncate(text, max_tokens)
-                for text, encoding in zip(texts, encodings, strict=True)
-            ]
-        return [
-            EncodedText(encoding.ids, 0 if isinstance(text, str) else _find_second_text(encoding.type_ids))
-            for text, encoding in zip(texts, encodings, strict=True)
-        ]
+        encoded = []
+        for text, whole in zip(texts, self._encode_batch(texts, with_offsets=with_spans), strict=True):
+            is_cut = truncate and len(whole) > max_tokens
+            encoding = self._truncate(text, max_tokens, suffix) if is_cut else whole
+            each = EncodedText(encoding.ids, 0 if isinstance(text, str) else _find_second_text(encoding.type_ids))
+            if with_spans and len(encoding) <= max_tokens:  # reading the offsets of a long text holds the GIL
+                each = each._replace(spans=encoding.offsets, is_special=list(map(bool, encoding.special_tokens_mask)))
+            encoded.append(each)
+        return encoded
 
-    def _truncate(self, text: str | tuple[str, str], max_tokens: int) -> Encoding:
-        parts = self._encode_batch([text] if isinstance(text, str) else list(text), add_special_tokens=False)
-        budget = max(0, max_tokens - self._backend.num_special_tokens_to_add(len(parts) > 1))
+    def _truncate(self, text: str | tuple[str, str], max_tokens: int, suffix: str) -> Encoding:
+        if isinstance(text, str):
+            body, end = self._encode_batch(
+                [text.removesuffix(suffix), suffix], add_special_tokens=False, with_offsets=True
+            )
+            body.truncate(max(0, max_tokens - self._backend.num_special_tokens_to_add(False) - len(end.ids)))
+            return self._backend.post_process(Encoding.merge([body, end]) if suffix else body)
+        parts = self._encode_batch(list(text), add_special_tokens=False)
+        budget = max(0, max_tokens - self._backend.num_special_tokens_to_add(True))
         sizes = [len(part.ids) for part in parts]
-        if len(parts) > 1:
-            short = min(*sizes, budget // 2)
-            sizes = [short, budget - short] if sizes[0] <= sizes[1] else [budget - short, short]
-        else:
-            sizes = [budget]
+        short = min(*sizes, budget // 2)
+        sizes = [short, budget - short] if sizes[0] <= sizes[1] else [budget - short, short]
         for part, size in zip(parts, sizes, strict=True):
             part.truncate(size)
-        return self._backend.post_process(parts[0], parts[1] if len(parts) > 1 else None)
-
-    def locate_tokens(self, text: str) -> tuple[list[tuple[int, int]], list[bool]]:
-        """Return the character range of each token, and whether it is a special token."""
-        (encoding,) = self._encode_batch([text], with_offsets=True)
-        return encoding.offsets, [bool(flag) for flag in encoding.special_tokens_mask]
+        return self._backend.post_process(parts[0], parts[1])
 
     def _encode_batch(
         self, texts: Sequence[Any], add_special_tokens: bool = True, with_offsets: bool = False

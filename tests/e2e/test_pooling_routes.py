@@ -50,7 +50,7 @@ def start(folder: Path, head: str, **settings: Any) -> tuple[Any, Any, Any]:
 def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("embedder")
     model, tokenizer, tuned = start(folder, "Model")
-    save_transformer_folder(folder / "model", prompts={"query": "query "}, normalize=True)
+    save_transformer_folder(folder / "model", prompts={"query": "query ", "document": "document "}, normalize=True)
     with serving(folder) as server:
         yield World(server, model, tokenizer, tuned)
 
@@ -147,12 +147,25 @@ def test_embed_route_applies_adapters_and_lists(embedder: World) -> None:
         assert_close(found, mean(embedder, text, tuned=True))
 
 
-def test_embedding_models_rank_by_cosine(embedder: World) -> None:
+def test_embedding_models_rank_by_cosine_with_their_prompts(embedder: World) -> None:
     body = {"query": "cat", "documents": TEXTS, "return_documents": False}
     found = embedder.server.post("/v1/rerank", body).json["results"]
-    expected = {i: float(mean(embedder, "cat") @ mean(embedder, text)) for i, text in enumerate(TEXTS)}
+    query = mean(embedder, "query cat")
+    expected = {i: float(query @ mean(embedder, f"document {text}")) for i, text in enumerate(TEXTS)}
     assert [item["index"] for item in found] == sorted(expected, key=lambda index: -expected[index])
     assert_close([item["relevance_score"] for item in found], [expected[item["index"]] for item in found])
+
+
+def test_scores_of_embedding_models_are_symmetric(embedder: World) -> None:
+    found = embedder.server.post("/v1/score", {"text_1": "cat", "text_2": TEXTS}).json["data"]
+    assert_close([item["score"] for item in found], [mean(embedder, "cat") @ mean(embedder, text) for text in TEXTS])
+
+
+@pytest.mark.parametrize(("path", "names"), [("/rerank", ("query", "documents")), ("/v1/score", ("text_1", "text_2"))])
+def test_instruction_needs_a_model_that_reads_it(embedder: World, path: str, names: tuple[str, str]) -> None:
+    response = embedder.server.post(path, {names[0]: "cat", names[1]: TEXTS, "instruction": "rank"})
+    assert response.status in (400, 422)
+    assert b"`instruction` has no effect" in response.body
 
 
 # --- Classification ---------------------------------------------------------------------------------------------------
@@ -227,6 +240,20 @@ def test_truncated_pairs_match_transformers(judge: World) -> None:
     assert_close([item["score"] for item in found["data"]], [expected])
 
 
+def test_pairs_may_exceed_one_slice(judge: World) -> None:
+    documents = (TEXTS * 25)[:70]
+    found = judge.server.post("/v1/score", {"text_1": "cat", "text_2": documents}).json["data"]
+    expected = [float(judge.run("cat", pair=text).logits[0, 0].sigmoid()) for text in TEXTS]
+    assert_close([item["score"] for item in found], (expected * 25)[:70])
+
+
+def test_total_size_of_pairs_is_limited(judge: World) -> None:
+    body = {"query": "a" * 10_000, "documents": ["a"] * 1000, "truncate": True}
+    response = judge.server.post("/v1/rerank", body)
+    assert response.status == 400
+    assert "at most 8388608 characters in all pairs together" in response.json["error"]["message"]
+
+
 # --- Errors -----------------------------------------------------------------------------------------------------------
 
 
@@ -266,7 +293,8 @@ def test_routes_for_other_tasks_name_the_task(embedder: World, path: str, body: 
         ({"input": "a", "encoding_format": "int8"}, ""),
         ({"input": "a", "dimensions": 0}, ""),
         ({"input": "a", "dimensions": 1.5}, ""),
-        ({"input": "a", "prompt_name": "x"}, "`prompt_name` 'x' is unknown; this model's prompts: query"),
+        ({"input": "a", "prompt_name": "x"}, "`prompt_name` 'x' is unknown; this model's prompts: document, query"),
+        ({"input": [5], "prompt_name": "query"}, "`prompt_name` has no effect on token IDs"),
         ({"input": "a", "model": "missing"}, ""),
         ({"input": "a", "input_type": "query"}, "use `prompt_name` instead"),
     ],

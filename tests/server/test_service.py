@@ -1,6 +1,7 @@
 """`Service` and `RequestContext`: timeouts, permits, logs and shutdown, with a scripted engine."""
 
 import asyncio
+import copy
 import json
 import logging
 import re
@@ -17,6 +18,7 @@ from lorax_server.errors import (
     AdapterNotFoundError,
     ConfigError,
     EngineError,
+    InputError,
     LoraxError,
     OverloadedError,
     SourceError,
@@ -27,9 +29,11 @@ from lorax_server.server.access.model_names import AdapterKey
 from lorax_server.server.http.error_responses import json_response
 from lorax_server.server.http.sse import EventStream, encode_event
 from lorax_server.server.request_context import CLIENT_DISCONNECTED_STATUS, RequestContext
+from lorax_server.server.routes.pooling import _encode_prompts
 from lorax_server.server.service import Service
 from lorax_server.server.telemetry.logs import EXTRA_KEY
-from lorax_server.types import FinishReason, Resolved
+from lorax_server.text.tokenizer import EncodedText
+from lorax_server.types import FinishReason, Output, Pooled, Resolved
 from tests.server.service_harness import (
     MAX_RUNNING,
     ScriptedEngine,
@@ -40,6 +44,7 @@ from tests.server.service_harness import (
     resolve_adapter,
     settle,
     streamed,
+    tokenizer,
     whole,
 )
 
@@ -458,5 +463,78 @@ def test_failed_startup_closes_engine_and_tasks(tmp_path: Path) -> None:
             await Service.start(config, engine, KeyRing((), None, None))
         assert engine.is_closed
         assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(check())
+
+
+# --- Pooled inputs ----------------------------------------------------------------------------------------------------
+
+
+def start_pooling(service: ServiceHarness, count: int) -> "asyncio.Task[Response]":
+    async def pool(call: RequestContext) -> Response:
+        await call.admit(1, False)
+        call.record_model(call.service.model_names.base_selection)
+        model = await call.resolve(call.service.model_names.base_selection)
+        pooled = await call.pool(model, [EncodedText([1])] * count)
+        return json_response([each.shape[0] for each in pooled])
+
+    return service.submit(pool)
+
+
+def emit_pooled(service: ServiceHarness, request_id: int) -> None:
+    service.engine._deliver(Output(request_id, (), FinishReason.LENGTH, pooled=Pooled(b"", (request_id,))))
+
+
+def test_inputs_of_a_request_are_submitted_as_earlier_inputs_finish(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_context, "MAX_INPUTS_IN_FLIGHT", 2)
+
+    async def check() -> None:
+        service = ServiceHarness()
+        running = start_pooling(service, 4)
+        for request_id, num_added in ((2, 3), (1, 4), (4, 4), (3, 4)):
+            await settle()
+            emit_pooled(service, request_id)
+            await settle()
+            assert len(service.engine.added) == num_added
+        assert parse_body(await running) == [1, 2, 3, 4]
+        service.assert_all_released()
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_inputs_are_not_submitted_after_a_disconnect_or_failure(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    monkeypatch.setattr(request_context, "MAX_INPUTS_IN_FLIGHT", 2)
+
+    async def check() -> None:
+        service = ServiceHarness()
+        running = start_pooling(service, 4)
+        await settle()
+        if fails:
+            service.engine.fail(1, EngineError("out of luck"))
+        else:
+            service.peer.disconnect()
+        assert (await running).status_code == (EngineError.status if fails else CLIENT_DISCONNECTED_STATUS)
+        assert len(service.engine.added) == 2
+        assert 2 in service.engine.aborted
+        service.assert_all_released()
+
+    asyncio.run(check())
+
+
+def test_token_lists_may_have_tokens_added_by_the_adapter() -> None:
+    async def encode(call: RequestContext) -> Response:
+        call.record_model(call.service.model_names.base_selection)
+        model = await call.resolve(call.service.model_names.base_selection)
+        extended = copy.copy(model.tokenizer)
+        extended.num_ids += 1
+        ids = [[model.tokenizer.num_ids]]
+        encoded = await _encode_prompts(call, model._replace(tokenizer=extended), ids, truncate=False)
+        with pytest.raises(InputError, match="beyond the vocabulary"):
+            await _encode_prompts(call, model, ids, truncate=False)
+        return json_response(encoded[0].ids)
+
+    async def check() -> None:
+        assert parse_body(await ServiceHarness().submit(encode)) == [tokenizer().num_ids]
 
     asyncio.run(check())

@@ -3,7 +3,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,6 +42,7 @@ from lorax_server.server.service import Service
 from lorax_server.text.prompt import Prompt, list_prompts
 from lorax_server.text.tokenizer import EncodedText
 
+MAX_PAIR_SIZE = 4  # characters in all pairs of a request, in multiples of the body limit
 CLASSES, PAIRS = (CLASSIFY, TOKEN_CLASSIFY), (EMBED, CLASSIFY, SCORE)
 
 
@@ -95,7 +96,8 @@ def make_router(service: Service) -> APIRouter:
 async def _embed(context: RequestContext, body: EmbedRequest) -> Response:
     model = await _select_lorax(context, body, body.parameters)
     texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
-    pooled = await context.pool(model, await _encode_texts(context, model, texts, body.truncate))
+    encoded = await _encode_texts(context, model, [(None, text) for text in texts], body.truncate)
+    pooled = await context.pool(model, encoded)
 
     def write() -> Response:
         vectors = [results.to_embedding(each, context.pooling).tolist() for each in pooled]
@@ -108,14 +110,15 @@ async def _embed(context: RequestContext, body: EmbedRequest) -> Response:
 async def _classify(context: RequestContext, body: ClassifyRequest | ClassifyBatchRequest) -> Response:
     model = await _select_lorax(context, body, body.parameters)
     texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
-    pooled = await context.pool(model, await _encode_texts(context, model, texts, body.truncate))
-    spans = await _locate_entities(context, model, texts)
+    encoded = await _encode_texts(context, model, [(None, text) for text in texts], body.truncate)
+    pooled = await context.pool(model, encoded)
+    is_tokens = context.pooling.task == TOKEN_CLASSIFY
 
     def write() -> Response:
         content: list[Any] = []
         for index, each in enumerate(pooled):
-            if spans:
-                found = results.to_entities(each, context.pooling, texts[index], *spans[index])
+            if is_tokens:
+                found = results.to_entities(each, context.pooling, texts[index], encoded[index])
                 content.append([entity._asdict() for entity in found])
             else:
                 ranked = sorted(results.to_labels(each, context.pooling), key=lambda label: -label.score)
@@ -162,14 +165,14 @@ async def _labels(context: RequestContext, body: LabelRequest) -> Response:
     prompts = list_prompts(body.input)
     is_tokens = context.pooling.task == TOKEN_CLASSIFY
     check(not is_tokens or all(isinstance(each, str) for each in prompts), "`input` must be text for this model")
-    pooled = await context.pool(model, await _encode_prompts(context, model, prompts, body.truncate))
-    spans = await _locate_entities(context, model, prompts)
+    encoded = await _encode_prompts(context, model, prompts, body.truncate)
+    pooled = await context.pool(model, encoded)
 
     def write() -> Response:
         data: list[dict[str, Any]] = []
         for index, each in enumerate(pooled):
-            if spans:
-                found = results.to_entities(each, context.pooling, str(prompts[index]), *spans[index])
+            if is_tokens:
+                found = results.to_entities(each, context.pooling, str(prompts[index]), encoded[index])
                 data.append({"index": index, "entities": [entity._asdict() for entity in found]})
                 continue
             scored = results.to_labels(each, context.pooling)
@@ -195,7 +198,8 @@ async def _score(context: RequestContext, body: ScoreRequest) -> Response:
 
 async def _rerank(context: RequestContext, body: RerankRequest) -> Response:
     texts = [each.text if isinstance(each, Document) else each for each in body.documents]
-    scores = await _score_pairs(context, body, [(body.query, text) for text in texts], body.instruction)
+    pairs = [(body.query, text) for text in texts]
+    scores = await _score_pairs(context, body, pairs, body.instruction, is_retrieval=True)
     order = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.top_n]
     ranked: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in order]
     for each in ranked if body.return_documents is not False else ():
@@ -204,23 +208,34 @@ async def _rerank(context: RequestContext, body: RerankRequest) -> Response:
 
 
 async def _score_pairs(
-    context: RequestContext, body: PooledRequest, pairs: list[tuple[str, str]], instruction: str | None
+    context: RequestContext,
+    body: PooledRequest,
+    pairs: list[tuple[str, str]],
+    instruction: str | None,
+    is_retrieval: bool = False,
 ) -> list[float]:
-    """Return a score per pair: the model's judgment, or the cosine similarity of the embeddings."""
+    """Return a score per pair: the model's judgment, or the cosine similarity of the embeddings.
+
+    If `is_retrieval`, the pairs are queries and documents, and embedding models use their prompts for these.
+    """
     model, config = await _select(context, body), context.pooling
+    results.prepare_pair("", "", config, instruction)  # rejects an instruction without effect
     if config.can_score:
         _check_count(pairs)
-        for text in {text for pair in pairs for text in pair}:
+        _check_size(context, pairs, instruction or "")
+        for text in {text for pair in pairs for text in pair} | {instruction or ""}:
             check_no_surrogates(text)
         prepare = partial(results.prepare_pair, config=config, instruction=instruction)
-        texts = [prepare(*pair) for pair in pairs]
-        pooled = await context.pool(model, await _encode(context, model, texts, body.truncate))
+        pooled = await context.pool(model, await _encode(context, model, pairs, prepare, body.truncate))
         return [results.to_score(each, config) for each in pooled]
     _check_count(pairs)
-    distinct = list(dict.fromkeys(text for pair in pairs for text in pair))
+    has_prompts = is_retrieval and {"query", "document"} <= config.prompts.keys()
+    names = ("query", "document") if has_prompts else (None, None)
+    named = [tuple(zip(names, pair, strict=True)) for pair in pairs]
+    distinct = list(dict.fromkeys(each for pair in named for each in pair))
     pooled = await context.pool(model, await _encode_texts(context, model, distinct, body.truncate))
     vectors = dict(zip(distinct, (results.to_embedding(each, config) for each in pooled), strict=True))
-    return await asyncio.to_thread(lambda: [results.cosine(vectors[one], vectors[other]) for one, other in pairs])
+    return await asyncio.to_thread(lambda: [results.cosine(vectors[one], vectors[other]) for one, other in named])
 
 
 async def _select(context: RequestContext, body: PooledRequest) -> ResolvedModel:
@@ -258,8 +273,10 @@ async def _encode_prompts(
     _check_count(prompts)
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if texts:
-        return await _encode_texts(context, model, texts, truncate, prompt_name)
-    limit, vocab_size = context.service.max_input_length, context.service.engine.info.vocab_size
+        return await _encode_texts(context, model, [(prompt_name, text) for text in texts], truncate)
+    check(prompt_name is None, "`prompt_name` has no effect on token IDs; put the prompt's tokens before them")
+    limit = context.service.max_input_length
+    vocab_size = max(context.service.engine.info.vocab_size, model.tokenizer.num_ids)  # the engine checks per adapter
     lists = [list(prompt)[:limit] if truncate else list(prompt) for prompt in prompts if not isinstance(prompt, str)]
     for ids in lists:
         check(bool(ids), "`inputs` cannot be empty")
@@ -269,18 +286,16 @@ async def _encode_prompts(
 
 
 async def _encode_texts(
-    context: RequestContext,
-    model: ResolvedModel,
-    texts: Sequence[str],
-    truncate: bool | None,
-    prompt_name: str | None = None,
+    context: RequestContext, model: ResolvedModel, texts: Sequence[tuple[str | None, str]], truncate: bool | None
 ) -> list[EncodedText]:
+    """Return the tokens of texts, each with the name of its prompt. None selects the default prompt."""
     _check_count(texts)
-    for text in texts:
+    for _, text in texts:
         check(bool(text), "`inputs` cannot be empty")
         check_no_surrogates(text)
-    prepared = [results.prepare_text(text, context.pooling, prompt_name) for text in texts]
-    return await _encode(context, model, prepared, truncate)
+    prompts = {name: results.find_prompt(context.pooling, name) for name, _ in texts}
+    prepare = partial(results.prepare_text, config=context.pooling)
+    return await _encode(context, model, [(prompts[name], text) for name, text in texts], prepare, truncate)
 
 
 def _check_count(inputs: Sequence[object]) -> None:
@@ -288,26 +303,36 @@ def _check_count(inputs: Sequence[object]) -> None:
     check(len(inputs) <= MAX_INPUTS, f"`inputs` must have at most {MAX_INPUTS} items. Given: {len(inputs)}")
 
 
+def _check_size(context: RequestContext, pairs: Sequence[tuple[str, str]], instruction: str) -> None:
+    """Limit the texts to tokenize, because each pair has its own copy of the query and of the instruction."""
+    limit = MAX_PAIR_SIZE * context.service.config.max_body_bytes
+    size = sum(len(first) + len(second) + len(instruction) for first, second in pairs)
+    check(size <= limit, f"`inputs` must have at most {limit} characters in all pairs together. Given: {size}")
+
+
 async def _encode(
     context: RequestContext,
     model: ResolvedModel,
-    texts: Sequence[str | tuple[str, str]],
+    inputs: Sequence[tuple[str, str]],
+    prepare: Callable[[str, str], Any],
     truncate: bool | None,
 ) -> list[EncodedText]:
+    """Return the tokens of the texts or pairs of texts that `prepare` returns for the inputs.
+
+    Each slice of the inputs is checked before the next slice is tokenized, which limits memory and lets other requests
+    use the tokenizer threads.
+    """
     service, limit = context.service, context.service.max_input_length
-    _check_count(texts)
-    sizes = [len(text) if isinstance(text, str) else sum(map(len, text)) for text in texts]
-    work = partial(results.encode_inputs, model.tokenizer, texts, context.pooling, limit, bool(truncate))
-    return await service.tokenizers.run(model.tokenizer, sum(sizes), work)
+    _check_count(inputs)
+    template = prepare("", "")
+    added = len(template) if isinstance(template, str) else 0
+    sizes = [added + len(first) + len(second) for first, second in inputs]
 
+    def work(part: slice) -> list[EncodedText]:
+        texts = [prepare(*each) for each in inputs[part]]
+        return results.encode_inputs(model.tokenizer, texts, context.pooling, limit, bool(truncate))
 
-async def _locate_entities(
-    context: RequestContext, model: ResolvedModel, texts: Sequence[Prompt]
-) -> list[tuple[list[tuple[int, int]], list[bool]]]:
-    """Return the positions of the tokens of each text, or nothing if the model does not classify tokens."""
-    if context.pooling.task != TOKEN_CLASSIFY:
-        return []
-    tokenizer, strings = model.tokenizer, [text for text in texts if isinstance(text, str)]
-    return await context.service.tokenizers.run(
-        tokenizer, sum(map(len, strings)), lambda: [tokenizer.locate_tokens(text) for text in strings]
-    )
+    encoded: list[EncodedText] = []
+    for part in results.slice_inputs(sizes):
+        encoded += await service.tokenizers.run(model.tokenizer, sum(sizes[part]), partial(work, part))
+    return encoded
