@@ -38,9 +38,10 @@ def test_matches_reference(spec: AttentionSpec, kv_heads: int, monkeypatch: pyte
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_reference_gives_the_same_results_in_chunks(spec: AttentionSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     heads = torch.randn(sum(LENGTHS), 3 * HEADS, HEAD_DIM)
-    whole = reference.attend_sequences(*heads.clone().chunk(3, dim=1), None, LENGTHS, spec)
+    q, k, v = heads.chunk(3, dim=1)
+    whole = reference.attend_sequences(q, k, v, None, LENGTHS, spec)
     monkeypatch.setattr(reference, "MAX_SCORE_ELEMENTS", HEADS * 40 * 6)  # six queries of the longest sequence
-    chunked = reference.attend_sequences(*heads.clone().chunk(3, dim=1), None, LENGTHS, spec)
+    chunked = reference.attend_sequences(q, k, v, None, LENGTHS, spec)
     assert (whole - chunked).abs().max() < 1e-6
 
 

@@ -91,8 +91,8 @@ class Histories:
 
     def find(self, tenant: str, scope: Scope) -> AdapterHistory:
         """Return a history, or a new one."""
-        history = self._tenants.get(tenant, {}).get(scope)
-        return history or AdapterHistory(CompletionIndex(self._max_entries), Accuracy())
+        histories = self._tenants.get(tenant, OrderedDict())
+        return histories.get(scope) or AdapterHistory(CompletionIndex(self._max_entries), Accuracy())
 
     def keep(self, tenant: str, scope: Scope, history: AdapterHistory) -> None:
         """Store a history as the most recently used. Drop the least recently used ones beyond the limits."""
