@@ -116,5 +116,9 @@ def _merge_experts(model: Any, name: str, delta: torch.Tensor) -> None:
     parent, _, matrix = name.rpartition(".")
     experts, inner = model.get_submodule(parent), delta.shape[1]
     parameter = experts.down_proj if matrix == "down_proj" else experts.gate_up_proj
+    if hasattr(experts, "gate_up_proj_bias"):  # gpt-oss: [experts, inputs, outputs], gate and up interleaved
+        columns = slice(None) if matrix == "down_proj" else slice(int(matrix == "up_proj"), None, 2)
+        parameter[..., columns] += delta.mT.to(parameter.device)
+        return
     start = inner if matrix == "up_proj" else 0
     parameter[:, start : start + inner] += delta.to(parameter.device)

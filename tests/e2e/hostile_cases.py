@@ -97,8 +97,8 @@ VALUES: list[tuple[str, str, Any, int]] = [
     )],
     *[(STREAM, "adapter_id", name, 424) for name in ("../second", "second\r\nx-evil: 1", "\u00e9\u4e2d", "a\0")],
     *[(COMPLETIONS, "model", name, 404) for name in ("../second", "s\u00e9cond", ":", "/etc")],
-    (COMPLETIONS, "model", "out", 424),
-    *[(CHAT, "model", name, 424) for name in ("second\r\nx-evil: 1", "a\0b", "a" * 100_000)],
+    (COMPLETIONS, "model", "out", 400),
+    *[(CHAT, "model", name, 400) for name in ("second\r\nx-evil: 1", "a\0b", "a" * 100_000)],
     *[(NATIVE, "adapter_id", name, 422) for name in ("\ud800", "second\udfff")],
     (NATIVE, "adapter_id", "", 200),
     *[(NATIVE, "merged_adapters", merged, 422) for merged in list[Any]((

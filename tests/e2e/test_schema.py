@@ -127,7 +127,7 @@ def make_valid(context: HookContext, case: Case[Any], kwargs: dict[str, Any]) ->
         case.body = _openai(body)
     elif case.operation.path == "/v1/responses":
         kept = {name: body[name] for name in ("temperature", "top_p", "stream") if name in body}
-        case.body = {**kept, "model": _existing_adapter(body["model"]) or "", "input": "Who?", "max_output_tokens": 16}
+        case.body = {**kept, "model": _existing_adapter(body.get("model")) or "", "input": "Who?", "max_output_tokens": 16}
     else:
         case.body = body
 
@@ -177,7 +177,7 @@ def _openai(found: dict[str, Any]) -> dict[str, Any]:
     if merged is not None:
         found["merged_adapters"] = _merged(merged)
     found["adapter_id"] = None if merged is not None else _existing_adapter(found.get("adapter_id"))
-    found["model"] = "" if merged is not None or found["adapter_id"] else _existing_adapter(found["model"]) or ""
+    found["model"] = "" if merged is not None or found["adapter_id"] else _existing_adapter(found.get("model")) or ""
     found.update(_source(found))
     forms = [found.pop(name, None) for name in FORMAT_FIELDS]
     if any(forms):
