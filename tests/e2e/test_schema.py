@@ -16,8 +16,10 @@ from tests.e2e.http_server import Server, serving, write_model
 NATIVE = ("/", "/invocations", "/generate", "/generate_stream")
 OPENAI = ("/v1/completions", "/v1/chat/completions")
 # The server's model generates text, so it rejects all requests to these routes.
-POOLED = ("/embed", "/classify", "/classify_batch", "/rerank")
-POOLED += ("/v1/embeddings", "/v1/classify", "/v1/score", "/v1/rerank")
+POOLED = (
+    *("/embed", "/classify", "/classify_batch", "/rerank"),
+    *("/v1/embeddings", "/v1/classify", "/v1/score", "/v1/rerank"),
+)
 # Adapter names and sources have rules that the document cannot express.
 LOADS = ("/v1/adapters/load", "/v1/load_lora_adapter")
 TEXT = {f"POST {path}" for path in (*NATIVE, *OPENAI)}
