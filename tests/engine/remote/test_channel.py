@@ -30,6 +30,7 @@ from lorax_server.types import (
     FinishReason,
     Merge,
     Output,
+    Pooled,
     Request,
     Resolved,
     SampledToken,
@@ -80,6 +81,8 @@ requests = st.builds(
     tenant=texts,
     salt=texts,
     prompt_logprobs=st.booleans(),
+    second_start=token_ids,
+    speculation=st.booleans(),
 )
 failures = st.builds(Failure, texts, st.integers(400, 599), texts, st.none() | floats)
 alternatives = st.builds(Alternatives, st.lists(token_ids, max_size=3), st.lists(floats, max_size=3))
@@ -92,6 +95,9 @@ outputs = st.builds(
     st.none() | st.builds(StartInfo, floats, floats, ids),
     st.none() | st.lists(floats, max_size=3),
     st.none() | st.lists(alternatives, max_size=3),
+    st.none() | st.builds(Pooled, st.binary(max_size=8), st.lists(token_ids, max_size=3).map(tuple)),
+    token_ids,
+    token_ids,
 )
 refs = st.lists(st.builds(AdapterRef, texts, texts, st.none() | texts), max_size=3).map(tuple)
 merges = st.builds(
