@@ -42,7 +42,7 @@ GREEDY, DRAWN = SamplingParams(), SamplingParams(do_sample=True, temperature=0.8
 
 
 class ZeroModel:
-    """A paged model that computes nothing: its hidden states are zeros."""
+    """A paged model whose forward pass returns zeros, so that only the engine's own work takes time."""
 
     device = torch.device("cpu")
     ops = select_ops(device)

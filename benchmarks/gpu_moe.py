@@ -94,7 +94,7 @@ def find_floor_ms(case: MoeCase, config: Any, linears: dict[str, Linears], conte
     cached = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * context * case.rows
     factors = RANK * sum(map(sum, linears[case.folder].values())) * case.num_adapters if case.num_adapters else 0
     if case.folder == "experts":
-        factors *= top_k / experts  # each sequence has its own adapter and uses `top_k` experts
+        factors *= top_k / experts  # a token uses only `top_k` experts of its adapter
     return 2 * (weights + cached + factors) / BANDWIDTH * 1e3
 
 

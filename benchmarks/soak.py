@@ -2,9 +2,9 @@
 
 `lorax serve` runs a tiny model with six adapters; `--demo` runs the bundled model. Rounds of 400 requests arrive over
 sockets, 48 at a time: streams, complete responses and chats with random lengths, for the base model and for every
-adapter. Clients abort a quarter of the requests. A tenth of the requests are greedy; their completions must equal those
-of the same requests sent alone. After each round, the resources of each process and the free KV blocks are read. After
-the warm-up, no process may grow by more than 2% in 20,000 requests.
+adapter. Clients abort a quarter of the requests. A tenth of the requests are greedy; the script checks that their
+completions are the same when each request is sent alone. After each round, the resources of each process and the free
+KV blocks are read. After the warm-up, no process may grow by more than 2% in 20,000 requests.
 """
 
 import asyncio

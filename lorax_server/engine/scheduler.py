@@ -26,7 +26,7 @@ class Drafter(Protocol):
     """Guesses the next tokens of sequences. A step verifies the guesses, so they never change a completion."""
 
     def propose(self, sequence: Sequence, num_running: int) -> Iterable[int]:
-        """Return draft tokens that follow the sequence's tokens, or nothing."""
+        """Return draft tokens for the positions after the sequence's last token. May return none."""
 
     def waits(self, sequence: Sequence) -> bool:
         """Return True if a sequence must wait for its token in flight, because drafts continue known tokens."""

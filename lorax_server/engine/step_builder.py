@@ -221,15 +221,15 @@ class StepBuilder:
         available = max(self.budget - reserve, min(self.budget, 1))
         return min(num_tokens, available, self.max_prefill_chunk_tokens or self.budget)
 
-    def reuse_or_build(self, version: int, known: CachedDecodeBatch | None) -> CachedDecodeBatch:
+    def reuse_or_build(self, version: int, cached: CachedDecodeBatch | None) -> CachedDecodeBatch:
         """Return the decode batch with all sequences added so far. Each sequence must have one token.
 
-        Reuse `known` if it has the same sequences and slots.
+        Reuse `cached` if it has the same sequences and slots.
         """
-        if known is None or known.version != version or known.added != self.sequences:
+        if cached is None or cached.version != version or cached.added != self.sequences:
             return CachedDecodeBatch(version, self.sequences.copy(), self.build_columns(), self.sum_tokens())
-        starts = np.array([sequence.num_computed - 1 for sequence in known.columns.sequences], np.int64)
-        return known._replace(columns=known.columns._replace(starts=starts))
+        starts = np.array([sequence.num_computed - 1 for sequence in cached.columns.sequences], np.int64)
+        return cached._replace(columns=cached.columns._replace(starts=starts))
 
     def build_columns(self) -> BatchColumns:
         """Return the plan columns, with the sequences sorted by adapter."""

@@ -69,15 +69,15 @@ class Sandbox:
             self._changed.notify_all()
         return job.future
 
-    async def run(self, task: SandboxTask, *args: Any, tenant: str = "", wait_s: float | None = None) -> bytes:
-        """Run a task from an event loop and return its result. Raise `BusyError` if it takes longer than `wait_s`."""
+    async def run(self, task: SandboxTask, *args: Any, tenant: str = "", timeout_s: float | None = None) -> bytes:
+        """Run a task from an event loop and return its result. Raise `BusyError` after `timeout_s`."""
         future = self.submit(task, *args, tenant=tenant)
         try:
-            async with asyncio.timeout(wait_s):
+            async with asyncio.timeout(timeout_s):
                 return await asyncio.wrap_future(future)
         except TimeoutError:
             raise BusyError(
-                f"the sandbox task did not finish within {wait_s:g} s: the machine is busy", RETRY_AFTER_S
+                f"the sandbox task did not finish within {timeout_s:g} s: the machine is busy", RETRY_AFTER_S
             ) from None
 
     def close(self) -> None:

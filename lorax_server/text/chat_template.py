@@ -42,14 +42,14 @@ class TemplateRenderer:
         *,
         max_characters: int = MAX_CHARACTERS,
         reject_s: float = REJECT_S,
-        wait_s: float = RENDER_TIMEOUT_S,
+        timeout_s: float = RENDER_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._sandbox = sandbox
         self._task = task
         self._max_characters = max_characters
         self._reject_s = reject_s
-        self._wait_s = wait_s
+        self._timeout_s = timeout_s
         self._locks: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()  # by source and tenant
         self._rejected: TTLCache[str, bool] = TTLCache(MAX_REJECTED, reject_s, timer=clock)  # by source
 
@@ -72,7 +72,7 @@ class TemplateRenderer:
 
     async def _render(self, template: ChatTemplate, args: tuple[Any, ...], tenant: str) -> str:
         try:
-            prompt = await self._sandbox.run(self._task, *args, tenant=tenant, wait_s=self._wait_s)
+            prompt = await self._sandbox.run(self._task, *args, tenant=tenant, timeout_s=self._timeout_s)
         except TaskTimeError as error:
             self._rejected[template.source] = True
             raise TemplateError(f"the chat template cannot be used: {error}") from error

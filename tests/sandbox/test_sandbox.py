@@ -231,10 +231,10 @@ def test_cancelled_task_is_skipped(sandbox: Sandbox, tmp_path: Path) -> None:
 def test_run_raises_busy_after_wait_timeout(sandbox: Sandbox, tmp_path: Path) -> None:
     blocked = block(sandbox, tmp_path / "go")
     with pytest.raises(BusyError, match="did not finish within"):
-        asyncio.run(sandbox.run(ECHO, "x", wait_s=0.05))
+        asyncio.run(sandbox.run(ECHO, "x", timeout_s=0.05))
     (tmp_path / "go").touch()
     blocked.result(TIMEOUT_S)
-    assert asyncio.run(sandbox.run(ECHO, "y", wait_s=TIMEOUT_S)) == b"y"
+    assert asyncio.run(sandbox.run(ECHO, "y", timeout_s=TIMEOUT_S)) == b"y"
 
 
 # --- Closing ----------------------------------------------------------------------------------------------------------

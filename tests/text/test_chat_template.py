@@ -53,7 +53,7 @@ class SingleWorkerRenderer:
         self._others = find_workers()
 
     def make_renderer(self, task: SandboxTask = PATIENT, **settings: Any) -> TemplateRenderer:
-        return TemplateRenderer(self.sandbox, task, **{"wait_s": LONG_S} | settings)
+        return TemplateRenderer(self.sandbox, task, **{"timeout_s": LONG_S} | settings)
 
     def render(self, source: str, messages: Any = HI) -> str:
         return run(self.renderer.render(template(source), messages))
@@ -77,7 +77,7 @@ def single_worker() -> Iterator[SingleWorkerRenderer]:
 
 def render_short(sandbox: Sandbox, source: str, messages: Any = HI, **variables: Any) -> str:
     """Render a prompt of up to 10,000 characters."""
-    renderer = TemplateRenderer(sandbox, PATIENT, max_characters=10_000, wait_s=LONG_S)
+    renderer = TemplateRenderer(sandbox, PATIENT, max_characters=10_000, timeout_s=LONG_S)
     return run(renderer.render(template(source), messages, **variables))
 
 
@@ -240,7 +240,7 @@ def test_template_variables_may_have_any_name(single_worker: SingleWorkerRendere
 
 def test_concurrent_renders_do_not_mix_prompts(shared: Sandbox) -> None:
     async def work() -> None:
-        renderer = TemplateRenderer(shared, PATIENT, wait_s=LONG_S)
+        renderer = TemplateRenderer(shared, PATIENT, timeout_s=LONG_S)
         chats = [[{"role": "user", "content": f"Größe {i} 日本語 👍🏽"}] for i in range(50)]
         source = template("{{ messages[0].content }}")
         tenants = [f"tenant {i % 3}" for i in range(len(chats))]
@@ -453,7 +453,7 @@ def test_render_queue_timeout_raises_busy_error(single_worker: SingleWorkerRende
         first = asyncio.create_task(single_worker.renderer.render(template("first"), HI))
         await asyncio.sleep(0)  # queue the first render
         with pytest.raises(BusyError, match="did not finish within") as rejected:
-            await single_worker.make_renderer(wait_s=0.2).render(template("second"), HI)
+            await single_worker.make_renderer(timeout_s=0.2).render(template("second"), HI)
         assert rejected.value.retry_after_s is not None
         worker.send_signal(signal.SIGCONT)
         assert await first == "first"

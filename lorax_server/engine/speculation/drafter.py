@@ -43,7 +43,7 @@ class SpeculativeDrafter:
         return len(self._states)
 
     def propose(self, sequence: Sequence, num_running: int) -> list[int]:
-        """Return draft tokens that follow the sequence's tokens, or nothing."""
+        """Return draft tokens for the positions after the sequence's last token. May return none."""
         if not self._may_pay_off(num_running) or self._costs.must_measure_plain:
             return []
         plain, overhead = self._costs.in_draft_tokens(num_running)

@@ -61,9 +61,9 @@ def read_calls(text: str) -> list[ParsedToolCall]:
         return []
 
 
-def _escape(found: re.Match[str]) -> str:
+def _escape(match: re.Match[str]) -> str:
     """Double a backslash that does not start an escape sequence, because Python's parser warns about it."""
-    return found[0] if found[1] in KNOWN_ESCAPES else "\\" + found[0]
+    return match[0] if match[1] in KNOWN_ESCAPES else "\\" + match[0]
 
 
 def _read_call(node: ast.expr) -> ParsedToolCall:
