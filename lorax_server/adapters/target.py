@@ -54,9 +54,8 @@ class AdapterTarget:
     # The preceding target that produces this module's inputs, and the first of its outputs that is an input. IA3 input
     # scales are applied to these outputs.
     input_scale_target: tuple[str, int] | None = None
-    experts: ExpertTarget | None = (
-        None  # only for the kind `EXPERTS`; `inputs` and `outputs` are the sizes of one expert
-    )
+    # Only for the kind `EXPERTS`. `inputs` and `outputs` are then the sizes of one expert.
+    experts: ExpertTarget | None = None
     is_resizable: bool = False  # adapters may replace the layer with another number of outputs
 
     def read(self, rows: slice = slice(None)) -> torch.Tensor:
