@@ -69,7 +69,7 @@ def test_agent_run_matches_raw_http(
         shortest_question.chat.prompt_tokens,
         shortest_question.chat.completion_tokens,
     )
-    assert (kinds.count("response.output_text.delta") > 3) == is_streamed
+    assert ("response.output_text.delta" in kinds) == is_streamed
 
 
 def test_agent_returns_output_type(tool_server: Server, by_responses: bool, is_streamed: bool) -> None:

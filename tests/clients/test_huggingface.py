@@ -79,7 +79,7 @@ def test_chat_matches_raw_http(chats: InferenceClient, question: Question) -> No
 
 def test_streamed_chat_matches_raw_http(chats: InferenceClient, question: Question) -> None:
     chunks = list(chat(chats, question, stream=True, stream_options={"include_usage": True}))
-    assert len(chunks) > 3
+    assert chunks
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert reply_of(text, chunks[-1].usage) == question.chat
 

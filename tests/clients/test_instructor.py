@@ -28,7 +28,7 @@ def test_chat_matches_raw_http(client: Any, question: Question) -> None:
 def test_streamed_chat_matches_raw_http(client: Any, question: Question) -> None:
     chunks = client.create(model=question.model, messages=question.messages, stream=True, **TEXT)
     texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
-    assert len(texts) > 3
+    assert texts
     assert "".join(texts) == question.chat.text
 
 

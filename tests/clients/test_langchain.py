@@ -29,7 +29,7 @@ def test_chat_matches_raw_http(server: Server, question: Question) -> None:
 
 def test_streamed_chat_matches_raw_http(server: Server, question: Question) -> None:
     chunks = list(chat_with(server, question.model).stream(PROMPT))
-    assert len(chunks) > 3
+    assert chunks
     assert reply_of(reduce(add, chunks)) == question.chat
 
 

@@ -32,7 +32,7 @@ def test_chat_matches_raw_http(server: Server, question: Question) -> None:
 def test_streamed_chat_matches_raw_http(server: Server, question: Question) -> None:
     asked = request_arguments(server, "openai", question.model)
     chunks = list(litellm.completion(**asked, messages=question.messages, **WITH_USAGE))
-    assert len(chunks) > 3
+    assert chunks
     assert join(chunks) == question.chat
 
 

@@ -36,7 +36,7 @@ def test_chat_matches_raw_http(server: Server, question: Question) -> None:
 
 def test_streamed_chat_matches_raw_http(server: Server, question: Question) -> None:
     pieces = list(make_client(server, question.model).stream_chat(MESSAGES))
-    assert len(pieces) > 3
+    assert pieces
     assert "".join(piece.delta or "" for piece in pieces) == pieces[-1].message.content == question.chat.text
 
 

@@ -44,7 +44,7 @@ def test_streamed_chat_matches_raw_http(client: openai.OpenAI, question: Questio
     chunks = list(
         client.chat.completions.create(model=question.model, messages=question.messages, **GREEDY, **WITH_USAGE)
     )
-    assert len(chunks) > 3
+    assert chunks
     assert join_chats(chunks) == question.chat
 
 
@@ -132,7 +132,7 @@ def test_responses_api_matches_raw_http_chat(client: openai.OpenAI, question: Qu
     with client.responses.stream(**each_question) as stream:
         deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
         assert stream.get_final_response().output_text == question.chat.text
-    assert len(deltas) > 3
+    assert deltas
     assert "".join(deltas) == question.chat.text
 
 

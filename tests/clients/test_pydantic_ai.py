@@ -32,7 +32,7 @@ def test_streamed_run_matches_run(server: Server, question: Question) -> None:
             return [text async for text in result.stream_text(delta=True, debounce_by=None)], result.usage
 
     texts, usage = asyncio.run(run())
-    assert len(texts) > 3
+    assert texts
     assert reply_of("".join(texts), usage) == question.chat
 
 
