@@ -62,7 +62,7 @@ browser: venv ## Install Chromium for the browser tests, if missing and supporte
 # written, because some tests start dozens of processes.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-test: browser ## Run the fast tests, e.g. make test ARGS="-k llama -n 8"; in random order: ARGS="-p randomly"
+test: ## Run the fast tests, e.g. make test ARGS="-k llama -n 8"; in random order: ARGS="-p randomly"
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test-all: browser chat-model ## Run all tests; only the slow ones: make test-all ARGS="-m slow"

@@ -56,6 +56,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "model.gguf"
 
 
+@pytest.mark.slow
 def test_trained_adapter_is_served(model: Path, tmp_path: Path) -> None:
     command = ["examples/train_lora.py", "--model", str(model), "--data", "examples/pirate.jsonl", "--steps", "3"]
     command += ["--out", str(tmp_path / "pirate"), "--learning-rate", "0.05"]

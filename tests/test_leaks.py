@@ -90,6 +90,7 @@ def run(folder: Path, tests: str) -> dict[str, str]:
     return found | dict(re.findall(r"ERROR at teardown of (\w+) _+\nleft behind:\n((?:  .*\n)+)", done.stdout))
 
 
+@pytest.mark.slow
 def test_leaked_resources_are_reported_by_name(tmp_path: Path) -> None:
     left = run(tmp_path, TESTS)
     said = {

@@ -31,6 +31,7 @@ from lorax_server.model_types import MODELS
 from lorax_server.text import adapter_tokenizers
 from lorax_server.types import FinishReason, SamplingParams, StopParams
 from tests.adapters.sources.test_source import Clock
+from tests.grids import slow_except
 from tests.lora import save_adapter
 from tests.models.tiny import EOS_ID, SERVED, VOCAB, make_model, make_tokenizer, save
 
@@ -494,7 +495,9 @@ def broken_llm(reference: ReferenceModels, tmp_path_factory: pytest.TempPathFact
         yield llm
 
 
-@pytest.mark.parametrize("what", [*DAMAGES[:-1], pytest.param(DAMAGES[-1], marks=pytest.mark.slow), "gone", "unknown"])
+@pytest.mark.parametrize(
+    "what", slow_except({"cut short", "other targets", "gone", "unknown"}, [*DAMAGES, "gone", "unknown"])
+)
 def test_invalid_adapter_fails_only_its_prompts(what: str, reference: ReferenceModels, broken_llm: LLM) -> None:
     names = ["first", what, None, what]
     for _ in range(2):  # also while the failure is remembered

@@ -27,6 +27,7 @@ from tests.parity.test_pooled_models import save_adapter
 from tests.pooled import make_model, save_tokenizer, save_transformer_folder
 
 TEXTS = ["john smith lives in paris", "the cat"]
+pytestmark = pytest.mark.usefixtures("forked_engines")
 
 
 def test_embed_applies_adapters_and_dimensions(tmp_path: Path) -> None:

@@ -39,7 +39,11 @@ VOCABULARIES = (VOCABULARY_FILE, *OTHER_VOCABULARIES)
 
 # Tokenizer classes that load `tokenizer.json` unchanged, and model types for which transformers uses these classes.
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
-PLAIN_MODEL_TYPES = (None, "gpt2", "gpt_neox", "llama", "mistral", "opt", "qwen3")
+PLAIN_MODEL_TYPES = (
+    *(None, "bert", "distilbert", "glm4", "gpt2", "gpt_neox", "gpt_oss", "granite", "granitemoe", "llama", "mistral"),
+    *("mixtral", "mpnet", "olmo2", "olmoe", "opt", "qwen2_moe", "qwen3", "qwen3_moe", "roberta", "smollm3", "stablelm"),
+    *("starcoder2", "xlm-roberta"),
+)
 UNSUPPORTED_SETTINGS = ("auto_map", "fast_tokenizer_files", "fix_mistral_regex", "gguf_file", "init_inputs")
 # transformers looks up this class name and calls its `from_pretrained`.
 CLASS_NAME = re.compile(r"\w+Tokenizer(Fast)?|TokenizersBackend|PythonBackend|SentencePieceBackend")

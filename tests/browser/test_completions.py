@@ -12,6 +12,8 @@ from tests.browser.conftest import HOSTILE
 from tests.browser.playground import DEVICE, DISK, FAILED, UNLISTED, Playground
 from tests.e2e.http_server import Server
 
+pytestmark = pytest.mark.slow
+
 MODELS = ("tiny", "first", "second", "third")
 UNKNOWN = "nobody"
 NO_RATE = "not measured"

@@ -9,6 +9,8 @@ from playwright.sync_api import Route, expect
 from tests.browser.playground import Playground
 from tests.e2e.http_server import Server
 
+pytestmark = pytest.mark.slow
+
 
 def mock_chat(playground: Playground, *texts: str, reason: str = "stop") -> list[Any]:
     """Respond with these texts in turn, and return the received requests."""

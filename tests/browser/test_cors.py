@@ -7,6 +7,8 @@ from playwright.sync_api import Browser, Error
 
 from tests.e2e.http_server import Server
 
+pytestmark = pytest.mark.slow
+
 SEND_PROMPT_SCRIPT = """async ({ url, body }) => {
     const headers = {
         "authorization": "Bearer any", "content-type": "application/json", "x-stainless-lang": "js",

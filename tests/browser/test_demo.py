@@ -13,6 +13,8 @@ from lorax_server.cli.demo import NAME
 from tests.browser.playground import DEVICE, DISK, Playground, open_playground
 from tests.demo.server import SCREENSHOT, read_examples, serving_demo
 
+pytestmark = pytest.mark.slow
+
 ADAPTERS = ("sentiment", "json", "sql", "answer", "pirate", "redact")
 
 

@@ -13,7 +13,7 @@ from tests.e2e.http_server import Server, serving
 KEY, WRONG = "secret-key", "wrong-key"
 
 # Disables browser storage.
-pytestmark = pytest.mark.slow  # `make test` runs only test_completions.py
+pytestmark = pytest.mark.slow
 FORBID_STORAGE = """for (const kind of ["localStorage", "sessionStorage"]) {
     Object.defineProperty(window, kind, { get() { throw new DOMException("forbidden", "SecurityError"); } });
 }"""

@@ -5,6 +5,8 @@ from playwright.sync_api import Page
 
 from tests.browser.playground import Playground
 
+pytestmark = pytest.mark.slow
+
 RENDER = """async (texts) => {
     const { renderMarkdown } = await import(new URL("markdown.js", location));
     const body = document.createElement("div");

@@ -17,7 +17,7 @@ Visit = Callable[..., Playground]
 NO_TEMPLATE = "This model has no chat template, so it continues your text."
 
 # Text and background colors of the first visible element per selector.
-pytestmark = pytest.mark.slow  # `make test` runs only test_completions.py
+pytestmark = pytest.mark.slow
 CONTRAST = """(selectors) => {
     const canvas = new OffscreenCanvas(1, 1).getContext("2d", {willReadFrequently: true});
     const over = (colours) => {

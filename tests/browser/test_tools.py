@@ -10,7 +10,7 @@ from playwright.sync_api import Route, expect
 from tests.browser.conftest import HOSTILE
 from tests.browser.playground import Playground
 
-pytestmark = pytest.mark.slow  # `make test` runs only test_completions.py
+pytestmark = pytest.mark.slow
 TOOL = {"name": "look", "parameters": {"type": "object", "properties": {}}}
 
 

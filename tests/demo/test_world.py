@@ -16,6 +16,8 @@ from demo.skills import NOTHING_TO_DO, PIRATE_CRIES, SKILLS, Item, write_items
 from demo.train import write_examples
 from demo.world import NEGATIVE, NEUTRAL, POSITIVE, Event, World, is_held_out
 
+pytestmark = pytest.mark.slow
+
 WORDS = re.compile(r"\w+")
 # Fields whose values are split into training and test.
 SPLIT_FIELDS = ("person", "town", "item", "colour", "count", "price")

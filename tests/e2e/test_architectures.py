@@ -11,6 +11,8 @@ from lorax.errors import GenerationError
 from tests.e2e.http_server import Server, ids_of, serving, with_adapter, write_model
 from tests.parity.oracle import oracle_greedy
 
+pytestmark = pytest.mark.slow
+
 pytestmark = pytest.mark.filterwarnings("ignore:The `dict` method is deprecated")  # the client calls it
 
 PROMPT = "The quick brown fox"
@@ -96,12 +98,7 @@ def check_answers(client: LoraxClient, model: Any, adapter: str | None) -> int:
     return len(expected)
 
 
-QUICK = ("codegen",)  # an engine with padded batches; other files in this folder serve paged models
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in ARCHITECTURES]
-)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_architecture_matches_transformers_and_peft(name: str, tmp_path: Path) -> None:
     models = make_models(tmp_path, name)
     assert len(models) == (1 if name == "codegen" else 3)

@@ -2,7 +2,6 @@
 
 import asyncio
 import copy
-import itertools
 import os
 import random
 import signal
@@ -162,18 +161,11 @@ def check_concurrent_requests(config: EngineConfig, oracles: list[Any]) -> Engin
 # --- The same as alone ------------------------------------------------------------------------------------------------
 
 
-# Engines of all run in one process in tests/parity/test_engine.py.
-QUICK = (("llama-gqa", 2),)
-
-
+# `make test` runs these engines in one process, in tests/parity/test_engine.py.
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_engines")
-@pytest.mark.parametrize(
-    ("name", "ranks"),
-    [
-        pytest.param(*each, marks=[] if each in QUICK else pytest.mark.slow)
-        for each in itertools.product(ARCHITECTURES, (1, 2))
-    ],
-)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_batched_requests_match_single_requests(name: str, ranks: int, tmp_path: Path) -> None:
     oracles = write_models(name, tmp_path)
     adapter_bytes = UNIT_BYTES * max(adapter_units(name, tmp_path, ranks))  # for one at a time
@@ -242,6 +234,7 @@ def test_bad_requests_do_not_affect_other_requests(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_engines")
 def test_dead_rank_restarts_all_ranks(tmp_path: Path) -> None:
     write_models("llama-gqa", tmp_path)
@@ -293,6 +286,7 @@ def is_alive(process: int) -> bool:
     return state != "Z"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_engines")
 def test_preloaded_adapters_are_ready_at_start_and_restart(tmp_path: Path) -> None:
     write_models("llama-gqa", tmp_path)

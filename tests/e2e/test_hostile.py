@@ -292,6 +292,7 @@ def test_disconnect_without_request_does_not_affect_server(server: Server) -> No
                 connection.sendall((b"", b"GET", post(STREAM, INPUTS), post(NATIVE, GOOD)[:-5])[number % 4])
 
 
+@pytest.mark.slow
 def test_slow_clients_get_timeout_response(server: Server) -> None:
     """Send slow requests byte by byte. The server responds to other requests in the meantime."""
     with ExitStack() as stack:

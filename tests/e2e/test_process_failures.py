@@ -39,6 +39,8 @@ from tests.e2e.streaming_client import (
     wait_for,
 )
 
+pytestmark = pytest.mark.slow
+
 MAX_NUM_SEQS = 16
 ADAPTER = "owner/adapter"
 

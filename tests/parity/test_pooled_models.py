@@ -139,7 +139,7 @@ def save_adapter(base: Any, folder: Path, **settings: Any) -> Any:
     [
         ("Model", "FEATURE_EXTRACTION"),
         ("ForSequenceClassification", "SEQ_CLS"),
-        ("ForTokenClassification", "TOKEN_CLS"),
+        pytest.param("ForTokenClassification", "TOKEN_CLS", marks=pytest.mark.slow),
     ],
 )
 def test_thirty_adapters_in_one_batch_match_peft(name: str, head: str, task_type: str, tmp_path: Path) -> None:

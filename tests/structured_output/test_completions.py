@@ -89,6 +89,7 @@ def check_schemas(llm: LLM, count: int) -> int:
     return ended
 
 
+@pytest.mark.slow
 def test_completions_match_many_schemas(llm: LLM) -> None:
     assert check_schemas(llm, 1) > 0.8 * len(SCHEMAS)
 
@@ -358,12 +359,14 @@ def test_padded_model_matches_grammar(tmp_path: Path) -> None:
             assert re.fullmatch("([a-z]{1,8} ){2,6}end", completion.text)
 
 
+@pytest.mark.slow
 def test_tensor_parallel_gives_same_completions(world: ReferenceModels, expected: list[list[int]]) -> None:
     with LLM(world.model, tensor_parallel=2, **SETTINGS) as both:
         completions = both.generate(PROMPTS[:2], sampled_params(2), LONG, structure=[WORDS, STRUCTURES["json"]])
     assert [completion.token_ids for completion in completions] == expected[:2]
 
 
+@pytest.mark.slow
 def test_demo_model_matches_example_schema_at_any_temperature() -> None:
     example = next(each for each in read_examples() if "schema" in each)
     schema, structure = example["schema"], from_json_schema(example["schema"])

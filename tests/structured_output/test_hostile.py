@@ -73,6 +73,7 @@ def test_rejected_grammar_is_not_compiled_again(driver: Driver) -> None:
             driver.check(structure).result(TIMEOUT_S)
 
 
+@pytest.mark.slow
 def test_deep_grammar_cannot_overflow_engine_stack(driver: Driver) -> None:
     """The trial compile has a quarter of the engine's stack, so grammars that pass it also compile in the engine."""
     assert TRIAL_TASK.stack_bytes * 4 <= STACK_BYTES

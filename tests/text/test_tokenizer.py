@@ -306,6 +306,7 @@ def test_conversion_error_message_is_truncated(
     assert str(raised.value).startswith(f"{tmp_path}: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "reason"),
     [
@@ -327,6 +328,7 @@ def test_hanging_conversion_raises_busy_error(tmp_path: Path, monkeypatch: pytes
         load_tokenizer(save_vocab_and_merges(tmp_path))
 
 
+@pytest.mark.slow
 def test_conversion_environment_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("HOME", "/home/of/the/server")

@@ -339,9 +339,8 @@ def test_new_config_has_new_identity(harness: ResolverHarness) -> None:
     assert harness.resolve_identity("tuned", "local") != first
 
 
-@pytest.mark.parametrize(
-    "ways", [*(pytest.param([way], marks=pytest.mark.slow) for way in (replace, rewrite)), [replace, rewrite]]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("ways", [[replace], [rewrite], [replace, rewrite]])
 def test_concurrent_changes_never_return_old_identity(harness: ResolverHarness, ways: list[Any]) -> None:
     """Change files faster than the file system clock ticks, so that stamps repeat."""
     chance = random.Random(7)

@@ -81,6 +81,7 @@ def check_requests(count: int, seed: int, monkeypatch: pytest.MonkeyPatch, **set
     return status
 
 
+@pytest.mark.slow
 def test_mixed_requests_with_noisy_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     status = check_requests(50, 1, monkeypatch)
     assert status.preemptions > 0

@@ -48,6 +48,7 @@ def test_concurrent_callers_get_correct_results(library: Library) -> None:
         assert sum(caller.result() for caller in [callers.submit(call) for _ in range(3)]) >= 50
 
 
+@pytest.mark.slow
 def test_failed_allocation_raises_memory_error() -> None:
     """In every thread: the second call needs more memory than the process limit."""
     program = """

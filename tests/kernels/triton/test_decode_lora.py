@@ -118,6 +118,7 @@ def test_add_lora_changes_only_target_columns(device: torch.device, dtype: torch
     assert torch.equal(out[is_base], before[is_base])
 
 
+@pytest.mark.slow
 def test_nan_rows_and_adapters_do_not_affect_other_rows(device: torch.device) -> None:
     layer = SMALL_LAYERS[0]
     runs: Runs = [(1, 3), (3, 2), (0, 1), (4, 2), (3, 1)]

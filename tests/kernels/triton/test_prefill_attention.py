@@ -106,6 +106,7 @@ def test_longer_prompts_match_reference(
     Case(shapes, heads, dtype, dtype, block_size).check(AttentionSpec(0.3, window), device)
 
 
+@pytest.mark.slow
 def test_lengths_are_read_from_device_without_host_copy(device: torch.device) -> None:
     case = Case(MIXED, (4, 2, 16), FP32, FP32)
     expected = case.attend(AttentionSpec(0.3), device)
@@ -113,6 +114,7 @@ def test_lengths_are_read_from_device_without_host_copy(device: torch.device) ->
     assert torch.equal(case.attend(AttentionSpec(0.3), device), expected)
 
 
+@pytest.mark.slow
 def test_prefill_uses_only_host_lengths(device: torch.device) -> None:
     """Device slots and most device lengths are wrong, so reading them would fail."""
     case = Case(MIXED, (4, 2, 16), FP32, FP32)
@@ -220,6 +222,7 @@ def in_graph(case: Case, size: int) -> Case:
     return padded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shapes", slow_except([MIXED], [MIXED, [(1, 5)], [(30, 9), (1, 2)]]))
 def test_padded_graph_batch_gives_equal_bits(shapes: Shapes, device: torch.device) -> None:
     case = Case(shapes, (4, 2, 16), FP32, FP32)

@@ -114,6 +114,7 @@ def test_linear_applies_adapter_of_each_token(
     check_linear(layer, lora_batch(layer, RUNS[runs], RANKS[ranks], device=device, dtype=dtype), bias=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layer", "dtype", "is_long"), VECTOR_CASES, ids=str)
 def test_linear_applies_output_scales_and_biases(
     device: torch.device, layer: Layer, dtype: torch.dtype, is_long: bool, monkeypatch: pytest.MonkeyPatch
