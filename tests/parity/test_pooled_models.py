@@ -100,13 +100,17 @@ def test_yes_no_scores_match_transformers(tmp_path: Path) -> None:
         assert_close(result, (yes - no)[None])
 
 
-def test_results_do_not_depend_on_the_batch(tmp_path: Path) -> None:
-    make_model("modernbert", "ForSequenceClassification", tmp_path)
-    sequences = make_sequences(lengths=(*LENGTHS, *LENGTHS, *LENGTHS))
+@pytest.mark.parametrize("name", MODELS)
+def test_results_do_not_depend_on_the_batch(name: str, tmp_path: Path) -> None:
+    """The bits of a result are the same for a sequence alone, in a pair, and in a large batch."""
+    make_model(name, "ForSequenceClassification", tmp_path)
+    texts = [Text(ids) for ids in make_sequences(lengths=(*LENGTHS, 3, 1, *LENGTHS))]
     with PooledEngine(tmp_path) as engine:
-        together = engine.run([Text(ids) for ids in sequences])
-        alone = [engine.run([Text(ids)])[0] for ids in sequences]
-    assert all(np.abs(a - b).max() < 1e-6 for a, b in zip(together, alone, strict=True))
+        together = engine.run(texts)
+        alone = [engine.run([text])[0] for text in texts]
+        pairs = [engine.run([text, texts[0]])[0] for text in texts]
+    assert all(np.array_equal(a, b) for a, b in zip(together, alone, strict=True))
+    assert all(np.array_equal(a, b) for a, b in zip(together, pairs, strict=True))
 
 
 def test_sequences_may_be_longer_than_the_step_budget(tmp_path: Path) -> None:
@@ -116,7 +120,7 @@ def test_sequences_may_be_longer_than_the_step_budget(tmp_path: Path) -> None:
         expected = engine.run(texts)
     with PooledEngine(tmp_path, max_step_tokens=8, max_num_seqs=2) as engine:
         results = engine.run(texts)
-    assert all(np.abs(a - b).max() < 1e-6 for a, b in zip(results, expected, strict=True))
+    assert all(np.array_equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
 # --- Adapters ---------------------------------------------------------------------------------------------------------

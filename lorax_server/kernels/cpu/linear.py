@@ -102,7 +102,8 @@ class CpuLinears:
         if gate and both.dtype in DTYPES:
             return self.apply_gate(both, gate)
         left, right = both.chunk(2, dim=-1)
-        return activation.apply_gate(left, right)
+        # torch computes GELU differently for strided tensors, which `left` is unless it has one row.
+        return activation.apply_gate(left.contiguous(), right)
 
     def make_experts(self, count: int, matrices: Iterable[ExpertMatrices], activation: Activation) -> ExpertWeights:
         return reference.make_experts(count, matrices, activation, self.make_linear)
