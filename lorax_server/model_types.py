@@ -58,6 +58,7 @@ ENCODERS = {
     "distilbert": "bert_modeling.DistilBertEncoder",
     "modernbert": "modernbert_modeling.ModernBertEncoder",
     "mpnet": "bert_modeling.MPNetEncoder",
+    "nomic_bert": "nomic_bert_modeling.NomicBertEncoder",
     "roberta": "bert_modeling.RobertaEncoder",
     "xlm-roberta": "bert_modeling.RobertaEncoder",
 }

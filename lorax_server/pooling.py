@@ -187,7 +187,7 @@ def _has_token_types(folder: Path, config: Mapping[str, Any]) -> bool:
     """Return True if transformers' tokenizer for this model returns `token_type_ids`."""
     tokenizer = _read_optional(folder / TOKENIZER_CONFIG_FILE)
     names, kind = tokenizer.get("model_input_names"), str(tokenizer.get("tokenizer_class") or "")
-    is_bert = kind.startswith("BertTokenizer") if kind else config.get("model_type") == "bert"
+    is_bert = kind.startswith("BertTokenizer") if kind else config.get("model_type") in ("bert", "nomic_bert")
     is_listed = "token_type_ids" in names if isinstance(names, list) else is_bert
     return is_listed and config.get("type_vocab_size", 2) > 1
 

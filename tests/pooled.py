@@ -46,6 +46,7 @@ ENCODERS: dict[str, tuple[str, Any]] = {
         lambda **more: t.ModernBertConfig(**SIZES, cls_token_id=1, sep_token_id=2, local_attention=6, **more),
     ),
     "mpnet": ("MPNet", lambda **more: t.MPNetConfig(**SIZES, **more)),
+    "nomic_bert": ("NomicBert", lambda **more: t.NomicBertConfig(**SIZES, **more)),
     "roberta": ("Roberta", lambda **more: t.RobertaConfig(**SIZES | {"pad_token_id": 1}, **more)),
     "xlm-roberta": ("XLMRoberta", lambda **more: t.XLMRobertaConfig(**SIZES | {"pad_token_id": 1}, **more)),
 }

@@ -36,7 +36,18 @@ RENAMED_PARTS = (
     (".block_sparse_moe.experts.down_proj", ".block_sparse_moe.output_linear.weight"),
     (".block_sparse_moe.router.weight", ".block_sparse_moe.router.layer.weight"),
 )
-
+# NomicBERT's module names in checkpoints, which transformers keeps when it saves a model, and in transformers.
+NOMIC_BERT_PARTS = (
+    ("encoder.layers.", "layers."),
+    ("emb_ln.", "embeddings.LayerNorm."),
+    (".attn.out_proj.", ".self_attn.o_proj."),
+    (".fc11.", ".up_proj."),
+    (".fc12.", ".gate_proj."),
+    (".fc2.", ".down_proj."),
+    (".norm1.", ".post_attention_layernorm."),
+    (".norm2.", ".post_mlp_layernorm."),
+)
+FUSED_QKV, QKV_NAMES = ".attn.Wqkv.", ("q_proj", "k_proj", "v_proj")
 
 QUANTIZED_ELEMENTS = 2**22  # matrix elements to quantize at a time, to limit temporary memory
 QUANTIZATION_BLOCK_SIZE = 32  # inputs per scale in matrices that are quantized here
@@ -58,7 +69,7 @@ class Weights:
 
     def __init__(
         self,
-        tensors: Mapping[str, "torch.Tensor | StoredTensor | GGUFTensor"],
+        tensors: Mapping[str, "torch.Tensor | StoredTensor | TensorRows | GGUFTensor"],
         *,
         source: str = "tensors in memory",  # shown in error messages for missing tensors
         reader: WeightsReader | None = None,  # closed when the context exits
@@ -92,6 +103,7 @@ class Weights:
     def location(self, name: str) -> str:
         """Return the path of the file that contains a tensor, for error messages."""
         stored = self._tensors.get(name)
+        stored = stored.stored if isinstance(stored, TensorRows) else stored
         return str(stored.path) if isinstance(stored, StoredTensor | GGUFTensor) else self._source
 
     def has(self, name: str) -> bool:
@@ -281,6 +293,24 @@ class StoredTensor:
             raise WeightsError(f"{self.path}: tensor {self.name!r} cannot be read: {error}") from error
 
 
+@dataclass(frozen=True)
+class TensorRows:
+    """Consecutive rows of a stored tensor, for a model that loads parts of a fused matrix separately."""
+
+    stored: torch.Tensor | StoredTensor
+    start: int
+    count: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.count, *self.stored.shape[1:])
+
+    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
+        rows, *others = index or (slice(None),)
+        start, stop, _ = rows.indices(self.count)
+        return self.stored[slice(self.start + start, self.start + stop), *others]
+
+
 def open_weights(folder: Path, **placement: Unpack[Placement]) -> Weights:
     """Return the weights in a model folder, from GGUF files, safetensors files or, as a fallback, PyTorch files."""
     checkpoint = find_checkpoint(folder)
@@ -295,7 +325,27 @@ def open_weights(folder: Path, **placement: Unpack[Placement]) -> Weights:
         reader = WeightsReader(placement["device"]) if placement["device"].type == "cuda" else None
     else:
         tensors = _load_pickles(sorted(set(paths.values())) if is_index else [checkpoint])
-    return Weights(tensors, source=str(checkpoint), reader=reader, **placement)
+    return Weights(_rename_nomic_bert(tensors), source=str(checkpoint), reader=reader, **placement)
+
+
+def _rename_nomic_bert(
+    tensors: Mapping[str, torch.Tensor | StoredTensor],
+) -> dict[str, torch.Tensor | StoredTensor | TensorRows]:
+    """Return the tensors with transformers' names if they belong to NomicBERT, with separate Q, K and V matrices."""
+    if not any(name.endswith("emb_ln.weight") for name in tensors):
+        return dict(tensors)
+    renamed: dict[str, torch.Tensor | StoredTensor | TensorRows] = {}
+    for old_name, stored in tensors.items():
+        name = old_name
+        for old, new in NOMIC_BERT_PARTS:
+            name = name.replace(old, new)
+        if FUSED_QKV not in name:
+            renamed[name] = stored
+            continue
+        count = stored.shape[0] // len(QKV_NAMES)
+        for i, part in enumerate(QKV_NAMES):
+            renamed[name.replace(FUSED_QKV, f".self_attn.{part}.")] = TensorRows(stored, i * count, count)
+    return renamed
 
 
 def _open_gguf(folder: Path) -> dict[str, GGUFTensor]:

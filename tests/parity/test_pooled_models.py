@@ -1,5 +1,6 @@
 """Embeddings, classification and scores against transformers and PEFT."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ QUERIES = {
     "distilbert": ["q_lin", "lin2"],
     "modernbert": ["Wqkv", "Wi"],
     "mpnet": ["attn.q", "attn.o"],
+    "nomic_bert": ["q_proj", "down_proj", "gate_proj"],
     "roberta": ["query", "word_embeddings"],
     "qwen3": ["q_proj", "down_proj"],
 }
@@ -201,6 +203,30 @@ def test_lora_on_the_classifier_matches_peft(tmp_path: Path) -> None:
     with PooledEngine(base, roots=[tmp_path]) as engine:
         (result,) = engine.run([Text(ids, str(tmp_path / "lora"))])
     assert_close(result, compute(tuned, ids).logits[0])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "is_served"),
+    [
+        ("activation_function", "swiglu", True),
+        ("rotary_emb_base", 1000, True),
+        ("use_rms_norm", None, True),
+        ("n_layer", 4, False),
+        ("num_experts", 8, False),
+        ("rotary_emb_base", 10_000, False),
+    ],
+)
+def test_nomic_bert_with_original_config_fields(field: str, value: Any, is_served: bool, tmp_path: Path) -> None:
+    """transformers ignores the fields of the model's original code, so other values would give wrong results."""
+    make_model("nomic_bert", "Model", tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    if is_served:
+        with PooledEngine(tmp_path) as engine:
+            assert engine.run([Text([5, 6])])[0].shape == (32,)
+        return
+    with pytest.raises(ConfigError, match=f"config field {field} = {value} is not supported"):
+        PooledEngine(tmp_path)
 
 
 # --- Errors -----------------------------------------------------------------------------------------------------------
