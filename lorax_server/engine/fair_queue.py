@@ -41,11 +41,46 @@ class _ServedTokens:
             self.served = {other: self.served[other] for other in {*waiting, name}}
 
 
+class _ArrivalHeap:
+    """Sequences in the order of arrival.
+
+    Removed sequences stay in the heap until they are the head or more than half of the heap, so that removing all
+    sequences in any order takes O(n log n).
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[int, Sequence]] = []
+        self._removed: set[Sequence] = set()
+
+    @property
+    def head(self) -> tuple[int, Sequence]:
+        return self._entries[0]
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._entries
+
+    def push(self, sequence: Sequence) -> None:
+        if sequence in self._removed:
+            self._removed.remove(sequence)
+        else:
+            heapq.heappush(self._entries, (sequence.arrival, sequence))
+
+    def remove(self, sequence: Sequence) -> None:
+        self._removed.add(sequence)
+        while self._entries and self._entries[0][1] in self._removed:
+            self._removed.remove(heapq.heappop(self._entries)[1])
+        if 2 * len(self._removed) > len(self._entries):
+            self._entries = [entry for entry in self._entries if entry[1] not in self._removed]
+            heapq.heapify(self._entries)
+            self._removed.clear()
+
+
 class _Tenant:
     """One tenant's slot count and waiting sequences. Its adapters have equal priority."""
 
     def __init__(self) -> None:
-        self._heaps: dict[str, list[tuple[int, Sequence]]] = {}  # by adapter identity; each heap is ordered by arrival
+        self._heaps: dict[str, _ArrivalHeap] = {}  # by adapter identity
         self._served_tokens = _ServedTokens()
         self.num_waiting = 0
         self.num_slots = 0
@@ -53,25 +88,20 @@ class _Tenant:
     @property
     def head(self) -> tuple[float, int, Sequence]:
         served = self._served_tokens.served
-        return min((served[identity], *heap[0]) for identity, heap in self._heaps.items())
+        return min((served[identity], *heap.head) for identity, heap in self._heaps.items())
 
     def push(self, sequence: Sequence) -> None:
         identity = sequence.request.adapter_identity
         if identity not in self._heaps:
             self._served_tokens.enter(identity, self._heaps)
-        heapq.heappush(self._heaps.setdefault(identity, []), (sequence.arrival, sequence))
+            self._heaps[identity] = _ArrivalHeap()
+        self._heaps[identity].push(sequence)
         self.num_waiting += 1
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence. This takes O(log n) for the head of its adapter's heap, otherwise O(n)."""
         identity = sequence.request.adapter_identity
-        heap = self._heaps[identity]
-        if heap[0][1] is sequence:
-            heapq.heappop(heap)
-        else:
-            heap.remove((sequence.arrival, sequence))
-            heapq.heapify(heap)
-        if not heap:
+        self._heaps[identity].remove(sequence)
+        if self._heaps[identity].is_empty:
             del self._heaps[identity]
         self.num_waiting -= 1
 

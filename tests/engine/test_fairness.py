@@ -1,5 +1,7 @@
 """Fair sharing of slots: new tenants start in the next step, others keep their share, and tokens do not change."""
 
+import math
+import random
 from collections import Counter
 from dataclasses import replace
 
@@ -223,6 +225,52 @@ def test_shares_count_active_tenants_only() -> None:
     assert len(queue) == 0
     queue.push(sequences[1])
     assert queue.slot_share("light") == 64
+
+
+class CountedArrival(int):
+    """An arrival number that counts comparisons."""
+
+    num_comparisons = 0
+
+    def __lt__(self, other: int) -> bool:
+        CountedArrival.num_comparisons += 1
+        return int.__lt__(self, other)
+
+    def __eq__(self, other: object) -> bool:
+        CountedArrival.num_comparisons += 1
+        return int.__eq__(self, other)
+
+    __hash__ = int.__hash__
+
+
+@pytest.mark.parametrize("order", ["forward", "backward", "shuffled"])
+def test_removing_all_sequences_takes_few_comparisons(order: str) -> None:
+    count, queue = 2048, FairQueue()
+    sequences = [Sequence(make_request(i, [1]), CountedArrival(i)) for i in range(count)]
+    for sequence in sequences:
+        queue.push(sequence)
+    removed = {"forward": sequences, "backward": sequences[::-1], "shuffled": sequences.copy()}[order]
+    if order == "shuffled":
+        random.Random(0).shuffle(removed)
+    CountedArrival.num_comparisons = 0
+    for sequence in removed:
+        queue.remove(sequence)
+    assert len(queue) == 0
+    assert CountedArrival.num_comparisons < 4 * count * math.log2(count)
+
+
+def test_removed_sequences_are_not_returned_unless_they_are_queued_again() -> None:
+    queue, sequences = FairQueue(), [Sequence(make_request(i, [1]), i) for i in range(5)]
+    for sequence in sequences:
+        queue.push(sequence)
+    for index in (1, 3):
+        queue.remove(sequences[index])
+    queue.push(sequences[1])
+    found = []
+    while (head := queue.peek()) is not None:
+        found.append(sequences.index(head))
+        queue.remove(head)
+    assert found == [0, 1, 2, 4]
 
 
 # --- Random operations ------------------------------------------------------------------------------------------------
