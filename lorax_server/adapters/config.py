@@ -27,6 +27,7 @@ class AdapterConfig:
     lora_bias: bool = False
     block_diagonal: BlockDiagonal | None = None
     modules_to_save: tuple[str, ...] = ()
+    invocation_tokens: tuple[int, ...] = ()  # aLoRA: the adapter applies from these prompt tokens on
     token_indices: tuple[int, ...] | Mapping[str, tuple[int, ...]] = ()
     ensure_weight_tying: bool = False
     target_modules: tuple[str, ...] | str | None = None
@@ -99,6 +100,7 @@ class AdapterConfig:
             "alpha_pattern": list(self.alpha_pattern.items()),
             "block_diagonal": None if blocks is None else [blocks.a, blocks.b, blocks.blocks],
             "modules_to_save": sorted(self.modules_to_save),
+            **({"invocation_tokens": self.invocation_tokens} if self.invocation_tokens else {}),
             **({"target_parameters": sorted(self.target_parameters)} if self.target_parameters else {}),
             "token_indices": list(tokens.items()) if isinstance(tokens, Mapping) else tokens,
         }
@@ -172,6 +174,7 @@ def _read_method_fields(reader: ConfigReader, method: Method) -> dict[str, Any]:
             "rank_pattern": reader.read_patterns("rank_pattern", reader.read_positive_int),
             "alpha_pattern": reader.read_patterns("alpha_pattern", reader.read_number),
             "block_diagonal": reader.read_block_diagonal(),
+            "invocation_tokens": reader.read_invocation(),
             "token_indices": reader.read_token_indices(),
             "target_parameters": reader.read_names("target_parameters"),
             "use_kasa": reader.read_kasa(),
@@ -198,6 +201,8 @@ def check_base_model(
             f"adapter {config.name!r} was trained on {config.base_model_name!r}, which has model_type {base_type!r}; "
             f"this server's base model has model_type {model_type!r}"
         )
+    if task != "generate" and config.invocation_tokens:
+        raise AdapterError(f"adapter {config.name!r}: aLoRA is supported only on servers that generate text")
     if task != "generate":  # classes differ in their heads, whose shapes are checked later
         return
     if config.task_type in POOLING_TASKS:

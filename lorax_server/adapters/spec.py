@@ -36,3 +36,8 @@ class AdapterSpec:
     checkpoints: tuple[AdapterCheckpoint, ...]
     num_elements: int  # upper bound, used to reserve memory
     merge: Merge | None = None
+
+    @property
+    def invocation_tokens(self) -> tuple[int, ...]:
+        """aLoRA's invocation tokens. Merges have none, because aLoRA adapters cannot be merged."""
+        return self.checkpoints[0].config.invocation_tokens if len(self.checkpoints) == 1 else ()

@@ -97,6 +97,8 @@ class StoredAdapter:
         """Return a description of a setting or tensor that prevents merging, or None."""
         if self.config.method is not Method.LORA:
             return f"peft_type = {self.config.method.value}"
+        if self.config.invocation_tokens:
+            return "alora_invocation_tokens"
         if self._contents.experts.by_target:
             return "LoRA factors for experts"
         if self.config.modules_to_save:

@@ -1,8 +1,8 @@
 """KV block allocator with prefix caching.
 
 A full block is identified by a hash of everything that determines its keys and values: its tokens, the tokens of all
-previous blocks, and `root_hash` (adapter identity, RoPE variant, salt). A hash match is therefore always correct, and
-the cache needs no invalidation: replacing an adapter changes its identity.
+previous blocks, `root_hash` (RoPE variant, salt), and the adapter that changes them, if any (`adapter_hash`). A hash
+match is therefore always correct, and the cache needs no invalidation: replacing an adapter changes its identity.
 
 Steps run in submission order. A released block can be reused immediately, even if steps in flight still read it.
 A block can be published as soon as the step that fills it is submitted.
@@ -14,10 +14,18 @@ from collections.abc import Sequence
 from hashlib import sha256
 
 
-def root_hash(identity: str, rope_variant: str = "", salt: str = "") -> bytes:
+def root_hash(*fields: str) -> bytes:
     """Return the root of a sequence's hash chain. Sequences share blocks only if their root hashes are equal."""
-    fields = [text.encode() for text in (identity, rope_variant, salt)]
-    return sha256(b"".join(len(field).to_bytes(8, "big") + field for field in fields)).digest()
+    encoded = [text.encode() for text in fields]
+    return sha256(b"".join(len(field).to_bytes(8, "big") + field for field in encoded)).digest()
+
+
+def adapter_hash(before: bytes, identity: str, start: int) -> bytes:
+    """Return the hash to chain before the first block that an adapter changes. Later blocks depend on it as well.
+
+    `start` is the first token that the adapter applies to. Blocks that differ only in this position are different.
+    """
+    return root_hash(before.hex(), identity, str(start))
 
 
 def chain_hash(before: bytes, token_ids: Sequence[int]) -> bytes:

@@ -148,7 +148,7 @@ class Scheduler:
         reserve = builder.budget // 2 if long and self._must_reserve_tokens() else 0
         for sequence in forced + long:
             num_tokens = sequence.num_uncomputed
-            count = builder.chunk_size(num_tokens, reserve)
+            count = builder.chunk_size(sequence, reserve)
             if count > 0 and not self._schedule_running(builder, sequence, count, samples=count == num_tokens):
                 is_short_of_blocks = True
         if len(builder.sequences) > num_single:
@@ -338,7 +338,7 @@ class Scheduler:
             return False
         self._cache.reuse_prefix(sequence)
         num_tokens = sequence.num_uncomputed
-        count = builder.chunk_size(num_tokens)
+        count = builder.chunk_size(sequence)
         if count == 0 or not self._cache.allocate(sequence, count):
             self._cache.release(sequence)
             return False

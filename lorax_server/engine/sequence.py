@@ -2,12 +2,15 @@
 
 import itertools
 import math
+import sys
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from lorax_server.engine.block_pool import chain_hash, root_hash
+from lorax_server.engine.block_pool import adapter_hash, chain_hash, root_hash
 from lorax_server.generation.stopping import find_stop_reason
 from lorax_server.types import Alternatives, FinishReason, Output, Request, StartInfo
+
+NEVER = sys.maxsize  # token index after all tokens
 
 
 @dataclass(eq=False, slots=True)
@@ -26,6 +29,8 @@ class Sequence:
     num_sent_blocks: int = 0  # blocks that were sent to the workers
     slot: int | None = None  # set while the sequence is running
     adapter_index: int = 0  # set while the sequence is running
+    adapter_start: int = 0  # first token that the adapter applies to; not 0 for aLoRA
+    kv_adapter_start: int = 0  # first token whose keys and values depend on the adapter
     blocks: list[int] = field(default_factory=list)
     capacity: int = 0  # tokens that fit into `blocks`
     has_started: bool = False  # was scheduled at least once
@@ -81,6 +86,16 @@ class Sequence:
         return num_tokens - self.num_computed if num_tokens < self._max_tokens else 0
 
     @property
+    def num_base_tokens(self) -> int:
+        """The number of tokens to compute with the base model before the adapter applies."""
+        return max(0, self.adapter_start - self.num_computed)
+
+    @property
+    def step_adapter_index(self) -> int:
+        """The adapter index for the tokens that were added to the current step. No step crosses `adapter_start`."""
+        return self.adapter_index if self.num_computed > self.adapter_start else 0
+
+    @property
     def num_remaining(self) -> int:
         """The number of tokens that may be generated after the tokens in flight."""
         return self._max_tokens - len(self.token_ids) - self.num_in_flight
@@ -123,9 +138,8 @@ class Sequence:
     def hashes(self, block_size: int) -> list[bytes]:
         """Return the hashes of all full blocks whose tokens are known."""
         while (start := len(self._hashes) * block_size) + block_size <= len(self.token_ids):
-            before = self._hashes[-1] if self._hashes else self._root_hash()
+            before = self._hashes[-1] if self._hashes else root_hash(self.rope_variant, self.request.salt)
+            if start <= self.kv_adapter_start < start + block_size:
+                before = adapter_hash(before, self.request.adapter_identity, self.kv_adapter_start)
             self._hashes.append(chain_hash(before, self.token_ids[start : start + block_size]))
         return self._hashes
-
-    def _root_hash(self) -> bytes:
-        return root_hash(self.request.adapter_identity, self.rope_variant, self.request.salt)

@@ -211,14 +211,16 @@ class StepBuilder:
             sums[sequence.fairness_key] = sums.get(sequence.fairness_key, 0) + count
         return sums
 
-    def chunk_size(self, num_tokens: int, reserve: int = 0) -> int:
-        """Return how many of `num_tokens` fit into the step if `reserve` tokens are reserved for other sequences.
+    def chunk_size(self, sequence: Sequence, reserve: int = 0) -> int:
+        """Return how many tokens of a sequence fit into the step if `reserve` tokens are reserved for other sequences.
 
-        Without chunks, the first sequence always fits.
+        All tokens of a chunk use the same adapter. Without chunks, the first sequence always fits.
         """
+        num_tokens = sequence.num_uncomputed
         if not self.can_chunk:
             return num_tokens if num_tokens <= self.budget or not self.sequences else 0
         available = max(self.budget - reserve, min(self.budget, 1))
+        num_tokens = min(num_tokens, sequence.num_base_tokens or num_tokens)
         return min(num_tokens, available, self.max_prefill_chunk_tokens or self.budget)
 
     def reuse_or_build(self, version: int, cached: CachedDecodeBatch | None) -> CachedDecodeBatch:
@@ -233,7 +235,7 @@ class StepBuilder:
 
     def build_columns(self) -> BatchColumns:
         """Return the plan columns, with the sequences sorted by adapter."""
-        indices = [sequence.adapter_index for sequence in self.sequences]
+        indices = [sequence.step_adapter_index for sequence in self.sequences]
         order = sorted(range(len(indices)), key=indices.__getitem__)
         sequences = [self.sequences[position] for position in order]
         counts = [self.counts[position] for position in order]

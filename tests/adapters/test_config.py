@@ -18,7 +18,14 @@ from transformers import AutoModelForCausalLM
 
 from lorax_server.adapters import patterns
 from lorax_server.adapters.config import AdapterConfig, check_base_model, parse_config
-from lorax_server.adapters.methods.fields import FIELDS, MAX_PATTERNS, Method
+from lorax_server.adapters.methods.fields import (
+    FIELDS,
+    MAX_INVOCATION_TOKENS,
+    MAX_PATTERNS,
+    NOT_WITH_INVOCATION,
+    ConfigReader,
+    Method,
+)
 from lorax_server.errors import AdapterError
 from tests.parity.variants import VARIANTS
 
@@ -225,6 +232,7 @@ SERVED = {
     **{"exclude_modules": ["x"], "modules_to_save": ["x"], "layers_pattern": "x", "base_model_name_or_path": "x"},
     **{
         "kasa_config": {"beta": 0.1},
+        "alora_invocation_tokens": [3, 4],
         "layers_to_transform": 0,
         "target_parameters": ["experts.down_proj"],
         "trainable_token_indices": {"wte": [2, 1]},
@@ -245,6 +253,24 @@ def test_training_fields_are_ignored(field: str) -> None:
         assert parse(**{field: value}) == parse()
 
 
+@pytest.mark.parametrize("field", NOT_WITH_INVOCATION)
+def test_alora_is_rejected_with_features_that_peft_cannot_combine(field: str) -> None:
+    with pytest.raises(AdapterError, match=f"alora_invocation_tokens = .* cannot be combined with {field}"):
+        ConfigReader(BASE | {"alora_invocation_tokens": [3, 4], field: True}, "acme/tuned").read_invocation()
+
+
+@pytest.mark.parametrize(("field", "value"), [("bias", "all"), ("task_type", "SEQ_CLS")])
+def test_alora_requires_a_causal_lm_without_biases(field: str, value: str) -> None:
+    with pytest.raises(AdapterError, match=f"alora_invocation_tokens = .* requires {field}"):
+        parse(alora_invocation_tokens=[3, 4], **{field: value})
+
+
+def test_alora_is_rejected_on_pooling_servers() -> None:
+    config = parse(alora_invocation_tokens=[3, 4])
+    with pytest.raises(AdapterError, match="aLoRA is supported only on servers that generate text"):
+        check_base_model(config, "llama", "LlamaModel", None, task="embed")
+
+
 def test_empty_kasa_config_enables_kasa() -> None:
     assert parse(kasa_config={}).use_kasa
     assert not parse(kasa_config=None).use_kasa
@@ -257,7 +283,11 @@ UNKNOWN_TASKS: list[Any] = ["QUESTION_ANS", "SEQ_2_SEQ_LM", "", 0, []]
 @pytest.mark.parametrize(
     ("field", "value", "reason"),
     [
-        ("alora_invocation_tokens", [1, 2], "aLoRA"),
+        *(
+            ("alora_invocation_tokens", value, f"a list of 1 to {MAX_INVOCATION_TOKENS} token IDs")
+            for value in (5, "x", True, {"a": 1}, ["x"], [1.5], [True], [None], [[1]], [3] * 1_000_000)
+        ),
+        *(("alora_invocation_tokens", value, "valid token IDs") for value in ([-1], [5, 2**31], [10**30])),
         ("arrow_config", {"top_k": 3}, "Arrow"),
         ("enable_lora", [True, False, True], "fused matrices"),
         *(("kasa_config", value, "beta and gamma") for value in (5, True, False, "x", [], [1], {"alpha": 1})),

@@ -60,6 +60,7 @@ class AdapterContents:
                 self._check_shape(key, self._expected_shape(targets[module], role))
         self._check_projections()
         self._check_kasa()
+        self._check_invocation()
 
     def count_blocks(self, module: str) -> tuple[int, int]:
         """Return the numbers of diagonal blocks in LoRA A and in LoRA B (1 unless the adapter is BD-LoRA)."""
@@ -336,6 +337,16 @@ class AdapterContents:
                 f"adapter {self.name!r}: KaSA at {len(sizes)} modules of size up to {max(sizes)} takes too long to "
                 "decompose; merge the adapter into a separate model with PEFT's merge_and_unload"
             )
+
+    def _check_invocation(self) -> None:
+        """Reject aLoRA on modules other than linear layers, as PEFT does."""
+        if not self.config.invocation_tokens:
+            return
+        if self.experts.by_target:
+            raise AdapterError(f"adapter {self.name!r}: aLoRA on experts is not supported")
+        for module, keys in self.keys.items():
+            if self._targets[module].kind is not TargetKind.LINEAR:
+                raise self._error(next(iter(keys.values())), "belongs to aLoRA, which supports only linear layers")
 
     def _check_shape(self, key: str, expected: tuple[int, ...]) -> None:
         shape = self.tensors[key].shape

@@ -40,7 +40,15 @@ FIELDS = {
     Method.LORA: MethodFields(
         SERVED_BY_ALL
         | {
-            *("alpha_pattern", "bias", "ensure_weight_tying", "exclude_modules", "kasa_config", "layers_pattern"),
+            *(
+                "alora_invocation_tokens",
+                "alpha_pattern",
+                "bias",
+                "ensure_weight_tying",
+                "exclude_modules",
+                "kasa_config",
+                "layers_pattern",
+            ),
             *("layers_to_transform", "lora_alpha", "lora_bias", "r", "rank_pattern", "trainable_token_indices"),
             *("target_parameters", "use_bdlora", "use_dora", "use_rslora"),
         },
@@ -50,7 +58,6 @@ FIELDS = {
             *("megatron_core", "merge_weights", "monteclora_config", "qalora_group_size", "velora_config"),
         },
         {
-            "alora_invocation_tokens": "activated LoRA (aLoRA), which is activated in the middle of a prompt",
             "arrow_config": "Arrow, which routes every token through several adapters",
             "enable_lora": "fused matrices, from the first PEFT versions",
             "layer_replication": "a base model with repeated layers",
@@ -79,6 +86,13 @@ MAX_RANK = 65536
 MAX_ALPHA = 1e30  # the scale must fit into float32
 MAX_PATTERNS = 10_000
 MAX_SEED = 2**63 - 1
+MAX_INVOCATION_TOKENS = 256  # many times more than in published adapters; limits the search in the prompt
+MAX_TOKEN_ID = 2**31 - 1
+# Features that PEFT cannot combine with aLoRA, or that would also change the tokens before the invocation.
+NOT_WITH_INVOCATION = (
+    *("ensure_weight_tying", "kasa_config", "modules_to_save", "target_parameters", "trainable_token_indices"),
+    *("monteclora_config", "use_bdlora", "use_dora", "velora_config"),
+)
 _T = TypeVar("_T")
 
 
@@ -210,6 +224,25 @@ class ConfigReader:
     def _read_tokens(self, value: Any) -> tuple[int, ...]:
         if not _is_list_of(value, int) or len(set(value)) != len(value) or min(value, default=0) < 0:
             raise self.error("trainable_token_indices", "must be a list of unique token IDs")
+        return tuple(value)
+
+    def read_invocation(self) -> tuple[int, ...]:
+        """Return aLoRA's invocation tokens, or an empty tuple if the adapter is not an aLoRA adapter."""
+        key = "alora_invocation_tokens"
+        value = self.raw.get(key)
+        if is_disabled(value):  # PEFT treats an empty list like null
+            return ()
+        if not _is_list_of(value, int) or len(value) > MAX_INVOCATION_TOKENS:
+            raise self.error(key, f"must be a list of 1 to {MAX_INVOCATION_TOKENS} token IDs")
+        if min(value) < 0 or max(value) > MAX_TOKEN_ID:
+            raise self.error(key, "must contain valid token IDs")
+        for other in NOT_WITH_INVOCATION:
+            if not is_disabled(self.raw.get(other)):
+                raise self.error(key, f"(aLoRA) cannot be combined with {other}")
+        if self.raw.get("bias", "none") != "none":
+            raise self.error(key, "(aLoRA) requires bias = 'none'")
+        if self.raw.get("task_type") in POOLING_TASKS:
+            raise self.error(key, f"(aLoRA) requires task_type = {GENERATIVE_TASK}")
         return tuple(value)
 
     def read_block_diagonal(self) -> BlockDiagonal | None:

@@ -13,10 +13,13 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
+
 from lorax_server.adapters.spec import AdapterSpec
 from lorax_server.engine.adapters.device_tier import DeviceTier, EvictionCandidates
 from lorax_server.engine.adapters.host_tier import HostTier
 from lorax_server.engine.adapters.registry import AdapterEntry, AdapterRegistry
+from lorax_server.engine.sequence import NEVER
 from lorax_server.errors import AdapterError, LoraxError
 from lorax_server.plan import AdapterOp, Capabilities, Prepared
 from lorax_server.types import AdapterCounters, AdapterStage, AdapterState
@@ -204,6 +207,13 @@ class AdapterTable:
         """Return the vocabulary size of the model with this adapter. The adapter must be loaded."""
         return self._capabilities.vocab_size if identity == BASE_MODEL else self._registry[identity].vocab_size
 
+    def find_start(self, identity: str, prompt_ids: Sequence[int]) -> int:
+        """Return the index of the first token that the adapter applies to, or `NEVER`."""
+        if identity == BASE_MODEL:
+            return NEVER
+        tokens = self._registry[identity].spec.invocation_tokens
+        return find_invocation(tokens, prompt_ids) if tokens else 0
+
     def add_request(self, identity: str) -> None:
         """Count a new request for an adapter. Raise if the adapter is unknown or has just failed."""
         if identity != BASE_MODEL:
@@ -349,3 +359,14 @@ class AdapterTable:
     def _touch(self, entry: AdapterEntry) -> None:
         self._device.touch(entry)
         self._host.touch(entry)
+
+
+def find_invocation(tokens: Sequence[int], prompt_ids: Sequence[int]) -> int:
+    """Return the start of the last occurrence of aLoRA's invocation tokens in the prompt, or `NEVER` as in PEFT."""
+    prompt = np.array(prompt_ids, np.int64)
+    starts = np.arange(max(0, len(prompt) - len(tokens) + 1))
+    for offset, token in enumerate(tokens):
+        starts = starts[prompt[starts + offset] == token]
+        if not len(starts):
+            return NEVER
+    return int(starts[-1])

@@ -134,6 +134,7 @@ def test_factor_merge_of_different_ranks_is_rejected(strategy: str, tmp_path: Pa
         ({"trainable_token_indices": [4]}, "trainable_tokens_delta"),
         ({"kasa_config": KasaConfig()}, "lora_diag"),
         ({"modules_to_save": ["o_proj"]}, "modules_to_save"),
+        ({"alora_invocation_tokens": [3]}, "alora_invocation_tokens"),
     ],
 )
 def test_merge_rejects_dora_bias_and_saved_modules(settings: dict[str, Any], reason: str, tmp_path: Path) -> None:
