@@ -173,7 +173,7 @@ def test_blocks_before_the_invocation_are_shared(llm: LLM) -> None:
     assert count_reused(llm, prompt, None) == own
 
 
-def test_blocks_of_aLoRA_prompts_serve_the_base_model(llm: LLM) -> None:  # noqa: N802
+def test_blocks_of_alora_prompts_serve_the_base_model(llm: LLM) -> None:  # noqa: N802
     prompt = [*DOCUMENT, *INVOCATION, 9, 8]
     assert count_reused(llm, prompt, "judge") == 0
     assert count_reused(llm, prompt, None) == len(DOCUMENT) // BLOCK * BLOCK
