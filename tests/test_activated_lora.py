@@ -117,6 +117,7 @@ def test_mixed_batch_matches_single_requests(served: Served, llm: LLM) -> None:
 def test_preempted_sequences_continue_exactly(served: Served) -> None:
     prompt = PROMPTS["in the middle"][:40]
     with LLM(served.model, served.adapters, **SMALL | {"cache_bytes": None, "cache_tokens": 96}) as llm:
+        llm.generate([[5], [5]], adapter=["judge", "guard"])  # load both adapters
         found = llm.generate([prompt, [6, *prompt], [7, *prompt]], stop=STOP, adapter=["judge", "guard", "judge"])
         assert llm.status.preemptions > 0
     assert [each.token_ids for each in found] == [
@@ -153,7 +154,7 @@ def test_structured_output_matches_peft(served: Served, llm: LLM) -> None:
     ids = [token_id for letter in letters for token_id in served.ids(letter)[-1:]]
     for prompt in (PROMPTS["in the middle"], PROMPTS["at the end"], PROMPTS["several times"]):
         logits = served.oracle(prompt, "judge")(torch.tensor([prompt])).logits[0, -1, ids]
-        (found,) = llm.generate([prompt], stop=STOP, adapter="judge", structure=from_choices(letters))
+        (found,) = llm.generate([prompt], adapter="judge", structure=from_choices([*letters]))
         assert found.text == letters[int(logits.argmax())]
 
 
@@ -173,7 +174,7 @@ def test_blocks_before_the_invocation_are_shared(llm: LLM) -> None:
     assert count_reused(llm, prompt, None) == own
 
 
-def test_blocks_of_alora_prompts_serve_the_base_model(llm: LLM) -> None:  # noqa: N802
+def test_blocks_of_alora_prompts_serve_the_base_model(llm: LLM) -> None:
     prompt = [*DOCUMENT, *INVOCATION, 9, 8]
     assert count_reused(llm, prompt, "judge") == 0
     assert count_reused(llm, prompt, None) == len(DOCUMENT) // BLOCK * BLOCK

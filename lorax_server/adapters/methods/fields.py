@@ -40,15 +40,8 @@ FIELDS = {
     Method.LORA: MethodFields(
         SERVED_BY_ALL
         | {
-            *(
-                "alora_invocation_tokens",
-                "alpha_pattern",
-                "bias",
-                "ensure_weight_tying",
-                "exclude_modules",
-                "kasa_config",
-                "layers_pattern",
-            ),
+            *("alora_invocation_tokens", "alpha_pattern", "bias", "ensure_weight_tying", "exclude_modules"),
+            *("kasa_config", "layers_pattern"),
             *("layers_to_transform", "lora_alpha", "lora_bias", "r", "rank_pattern", "trainable_token_indices"),
             *("target_parameters", "use_bdlora", "use_dora", "use_rslora"),
         },
@@ -229,7 +222,7 @@ class ConfigReader:
     def read_invocation(self) -> tuple[int, ...]:
         """Return aLoRA's invocation tokens, or an empty tuple if the adapter is not an aLoRA adapter."""
         key = "alora_invocation_tokens"
-        value = self.raw.get(key)
+        value: Any = self.raw.get(key)
         if is_disabled(value):  # PEFT treats an empty list like null
             return ()
         if not _is_list_of(value, int) or len(value) > MAX_INVOCATION_TOKENS:
