@@ -80,7 +80,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--prompts", type=int, default=24, help="prompts per round")
-    parser.add_argument("--history", type=int, default=48, help="prompts before the measurement")
+    parser.add_argument("--history", type=int, default=96, help="prompts before the measurement")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=8, help="maximum draft tokens (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="one short round")
