@@ -13,6 +13,8 @@ from lorax_server.server.http.sse import DirectWriter
 from lorax_server.text.tokenizer import TextTokenizer
 from lorax_server.types import Output, Request, StartInfo
 
+MAX_INPUTS_IN_FLIGHT = 2048  # inputs of all requests in the engine; several full steps
+MAX_INPUTS_PER_REQUEST = 512  # of these; twice the default number of running sequences
 _QueueItem = tuple[int, list[TokenEvent]] | BaseException | None
 
 
@@ -92,6 +94,56 @@ async def finish_all(generations: Sequence[RemoteGeneration]) -> list[Completion
     for generation, generation_events in zip(generations, events, strict=True):
         generation.events = generation_events
     return [generation.completion for generation in generations]
+
+
+class InputWindow:
+    """Limits the inputs that embedding and classification requests have in the engine's queue.
+
+    Each running request gets an equal share, and at least one input.
+    """
+
+    def __init__(self, max_waiting: int | None) -> None:
+        """Create the window. `max_waiting` is the size of the engine's queue, of which half may be used."""
+        self.num_in_flight = 0
+        self._max_inputs = min(MAX_INPUTS_IN_FLIGHT, max(1, (max_waiting or 2 * MAX_INPUTS_IN_FLIGHT) // 2))
+        self._num_requests = 0
+
+    async def finish_all(self, generations: Sequence[RemoteGeneration]) -> None:
+        """Run the generations of one request. If one fails, the others are aborted."""
+        tasks, failures = set[asyncio.Task[Any]](), list[BaseException]()
+        finished = asyncio.Event()
+
+        def on_done(task: "asyncio.Task[Any]") -> None:
+            self.num_in_flight -= 1
+            tasks.remove(task)
+            finished.set()
+            if not task.cancelled() and (error := task.exception()) is not None:
+                failures.append(error)
+
+        async def wait_while(is_waiting: Callable[[], bool]) -> None:
+            while is_waiting() and not failures:
+                finished.clear()
+                await finished.wait()
+            if failures:
+                raise failures[0]
+
+        self._num_requests += 1
+        try:
+            for generation in generations:
+                await wait_while(lambda: not self._has_capacity(len(tasks)))
+                task = asyncio.create_task(finish_all([generation]))
+                task.add_done_callback(on_done)
+                tasks.add(task)
+                self.num_in_flight += 1
+            await wait_while(lambda: bool(tasks))
+        finally:
+            self._num_requests -= 1
+            await cancel_all(list(tasks))
+
+    def _has_capacity(self, num_running: int) -> bool:
+        """Return True if a request with `num_running` inputs in the engine may add another input."""
+        share = min(MAX_INPUTS_PER_REQUEST, self._max_inputs // self._num_requests)
+        return num_running == 0 or (num_running < share and self.num_in_flight < self._max_inputs)
 
 
 async def interleave(generations: Sequence[RemoteGeneration]) -> AsyncGenerator[tuple[int, list[TokenEvent]], None]:

@@ -26,7 +26,7 @@ from lorax_server.server.access.model_names import ModelSelection
 from lorax_server.server.access.rate_limits import Permit
 from lorax_server.server.adapter_lookup import AdapterLookup, ResolvedModel
 from lorax_server.server.checks import TIMEOUT_HEADER, check_logprobs, check_no_surrogates, resolve_timeout
-from lorax_server.server.generations import RemoteGeneration, cancel_all, count_cached_tokens, finish_all, interleave
+from lorax_server.server.generations import RemoteGeneration, count_cached_tokens, interleave
 from lorax_server.server.http.error_responses import ErrorResponse, make_error_response
 from lorax_server.server.http.hosts import client_network
 from lorax_server.server.http.sse import DirectWriter, EventStream, encode_event, wait_for_disconnect
@@ -55,7 +55,6 @@ TASK_NAMES = {
     SCORE: "scores",
 }
 MAX_INPUTS_PER_TURN = 64
-MAX_INPUTS_IN_FLIGHT = 512  # inputs of one request in the engine; twice the default number of running sequences
 POOLED_BYTES_PER_TOKEN = 64  # encoding 16 numbers takes about as long as encoding one token
 MAX_INLINE_TOKENS = 2000  # including alternatives; encoding fewer tokens is faster than a thread switch
 
@@ -275,10 +274,7 @@ class RequestContext:
         return generations
 
     async def pool(self, model: ResolvedModel, inputs: Sequence[EncodedText]) -> list[Pooled]:
-        """Run all inputs through the model and return their results.
-
-        The engine's queue, which all tenants share, holds at most `MAX_INPUTS_IN_FLIGHT` inputs of a request.
-        """
+        """Run all inputs through the model and return their results."""
         service, record = self.service, self.record
         stop, sampling = StopParams(max_new_tokens=1), SamplingParams()
         for index, each in enumerate(inputs):
@@ -296,17 +292,7 @@ class RequestContext:
             self.generations.append(RemoteGeneration(service.engine, request, model.tokenizer))
             record.prompt_tokens += len(each.ids)
         record.validation_s = time.monotonic() - self._started_at
-        waiting = iter(self.generations)
-
-        async def run_inputs() -> None:
-            for generation in waiting:  # shared by all tasks
-                await finish_all([generation])
-
-        tasks = [asyncio.create_task(run_inputs()) for _ in self.generations[:MAX_INPUTS_IN_FLIGHT]]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            await cancel_all(tasks)
+        await service.input_window.finish_all(self.generations)
         completions = [generation.completion for generation in self.generations]
         return [completion.pooled for completion in completions if completion.pooled is not None]
 

@@ -20,7 +20,7 @@ from lorax_server.server.access.model_names import AdapterKey, ModelNames
 from lorax_server.server.access.rate_limits import AdapterQuota, RateLimits
 from lorax_server.server.adapter_name_index import IN_MEMORY_STAGES, AdapterNameIndex, is_adapter_fault
 from lorax_server.server.checks import collect_sampling_fields
-from lorax_server.server.generations import cancel_all
+from lorax_server.server.generations import InputWindow, cancel_all
 from lorax_server.server.http.hosts import is_loopback
 from lorax_server.server.telemetry.audit import AdminAction, AuditLog
 from lorax_server.server.telemetry.metrics import Metrics
@@ -66,6 +66,7 @@ class Service:
         self.max_total_tokens = total
         self.max_input_length = min(config.max_input_length or total, total - 1)
         self.rate_limits = RateLimits(config.max_concurrent_requests)
+        self.input_window = InputWindow(config.engine.max_waiting)
         self.adapter_quota = AdapterQuota(config.new_adapters_per_minute)
         self.metrics = Metrics(max_input_length=self.max_input_length, max_total_tokens=self.max_total_tokens)
         self.audit_log = AuditLog(self.metrics)

@@ -9,7 +9,14 @@ import pytest
 
 from lorax_server.engine.remote.remote_engine import RemoteEngine
 from lorax_server.errors import AdapterError, DeadlineError, EngineError
-from lorax_server.server.generations import RemoteGeneration, count_cached_tokens, finish_all, interleave
+from lorax_server.server.generations import (
+    MAX_INPUTS_PER_REQUEST,
+    InputWindow,
+    RemoteGeneration,
+    count_cached_tokens,
+    finish_all,
+    interleave,
+)
 from lorax_server.types import (
     FinishReason,
     Output,
@@ -276,3 +283,69 @@ def test_cached_tokens_count_once_per_prompt() -> None:
         generations[-1].started = None if cached is None else StartInfo(0.0, 0.0, cached)
     assert count_cached_tokens(generations) == 3 + 1
     assert count_cached_tokens([]) == 0
+
+
+# --- Inputs of embedding and classification requests ------------------------------------------------------------------
+
+
+def unfinished(engine: ScriptedEngine) -> list[int]:
+    return list(engine._streams)
+
+
+async def finish_some(engine: ScriptedEngine, count: int) -> None:
+    for request_id in unfinished(engine)[:count]:
+        engine.emit_tokens(request_id, *ids("quick"), end=FinishReason.LENGTH)
+    await settle()
+
+
+def test_one_request_has_a_limited_number_of_inputs_in_the_engine() -> None:
+    async def check() -> None:
+        engine, window = ScriptedEngine(), InputWindow(None)
+        generations = make_generations(engine, 2 * MAX_INPUTS_PER_REQUEST)
+        running = asyncio.create_task(window.finish_all(generations))
+        await settle()
+        while not running.done():
+            assert 0 < window.num_in_flight == len(unfinished(engine)) <= MAX_INPUTS_PER_REQUEST
+            await finish_some(engine, 100)
+        await running
+        assert [request.request_id for request in engine.added] == list(range(1, 2 * MAX_INPUTS_PER_REQUEST + 1))
+        assert all(generation.completion.finish_reason is not None for generation in generations)
+        assert window.num_in_flight == 0
+
+    asyncio.run(check())
+
+
+def test_many_requests_share_the_input_window() -> None:
+    """The inputs of 20 requests fill half of the engine's queue at most. A new request gets its share."""
+
+    async def check() -> None:
+        engine, window = ScriptedEngine(), InputWindow(max_waiting=200)
+        requests = [make_generations(engine, 100) for _ in range(20)]
+        running = [asyncio.create_task(window.finish_all(generations)) for generations in requests]
+        await settle()
+        assert len(unfinished(engine)) <= 100 + len(requests)  # each request may have one input
+        await finish_some(engine, 500)
+        shares = [len({g.request.request_id for g in generations} & {*unfinished(engine)}) for generations in requests]
+        assert max(shares) == 5
+        while not all(task.done() for task in running):
+            assert 0 < len(unfinished(engine)) <= 100 + len(requests)
+            await finish_some(engine, 50)
+        await asyncio.gather(*running)
+
+    asyncio.run(check())
+
+
+def test_failed_input_aborts_the_other_inputs() -> None:
+    async def check() -> None:
+        engine, window = ScriptedEngine(), InputWindow(max_waiting=10)
+        running = asyncio.create_task(window.finish_all(make_generations(engine, 8)))
+        await settle()
+        assert unfinished(engine) == [1, 2, 3, 4, 5]
+        engine._deliver(Output.failed(3, AdapterError("broken")))
+        with pytest.raises(AdapterError, match="broken"):
+            await running
+        assert not unfinished(engine)
+        assert sorted(engine.aborted) == [1, 2, 4, 5]
+        assert window.num_in_flight == 0
+
+    asyncio.run(check())
