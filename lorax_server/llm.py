@@ -18,13 +18,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from tqdm import tqdm
 
+from lorax_server.adapters.config import check_base_model
+from lorax_server.adapters.in_memory import copy_to_spec, parse_peft_config
+from lorax_server.adapters.spec import AdapterSpec
 from lorax_server.build import build_engine
 from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
 from lorax_server.engine.engine import Engine
@@ -48,7 +51,7 @@ from lorax_server.text.adapter_tokenizers import AdapterTokenizers
 from lorax_server.text.generation_defaults import load_generation_defaults
 from lorax_server.text.prompt import Prompt, broadcast, encode_prompt, list_prompts
 from lorax_server.text.tokenizer import EncodedText, load_tokenizer
-from lorax_server.threads import failed_future
+from lorax_server.threads import completed_future, failed_future
 from lorax_server.types import (
     AdapterRef,
     EngineStatus,
@@ -61,6 +64,13 @@ from lorax_server.types import (
 )
 
 _T = TypeVar("_T")
+
+
+class _Update(NamedTuple):
+    """The weights that replace an adapter."""
+
+    spec: AdapterSpec
+    resolved: Resolved
 
 
 class LLM:
@@ -115,6 +125,7 @@ class LLM:
         self._ids = itertools.count()
         self._num_finished = 0
         self._loaded: dict[str, set[str]] = {}  # loaded identities by adapter ID
+        self._updates: dict[str, _Update] = {}  # by adapter ID
 
     def generate(
         self,
@@ -149,8 +160,8 @@ class LLM:
         bar = tqdm(total=len(listed), unit="prompt", disable=not progress, dynamic_ncols=True)
         try:
             resolved = self._resolve_all(adapter_ids, on_error)
-            for arguments in zip(listed, resolved, samplings, stops, structures, strict=True):
-                runs.append(self._make_generation(*arguments, prompt_logprobs))
+            for adapter_id, *arguments in zip(adapter_ids, listed, resolved, samplings, stops, structures, strict=True):
+                runs.append(self._make_generation(*arguments, prompt_logprobs, adapter_id))
             for run in runs:
                 self._start(run, on_error)
             self._finish(runs, bar, on_error)
@@ -170,7 +181,8 @@ class LLM:
     ) -> Iterator[TokenEvent]:
         """Generate one completion and yield an event per token. Closing the iterator aborts the request."""
         self._check_task(GENERATE)
-        run = self._make_generation(prompt, self._resolve_all([adapter], "raise")[0], params, stop, structure, False)
+        resolved = self._resolve_all([adapter], "raise")[0]
+        run = self._make_generation(prompt, resolved, params, stop, structure, False, adapter)
         try:
             self._start(run, "raise")
             while True:
@@ -267,7 +279,9 @@ class LLM:
         bar, runs = tqdm(total=len(texts), unit="text", disable=not progress, dynamic_ncols=True), list[Generation]()
         inputs: list[EncodedText] = []
         try:
-            for text, resolved in zip(texts, self._resolve_all(adapter_ids, "raise"), strict=True):
+            for text, adapter_id, resolved in zip(
+                texts, adapter_ids, self._resolve_all(adapter_ids, "raise"), strict=True
+            ):
                 assert isinstance(resolved, Resolved)
                 tokenizer = self._tokenizers.find(resolved)
                 if isinstance(text, str | tuple):
@@ -279,6 +293,7 @@ class LLM:
                 request = Request(next(self._ids), encoded.ids, SamplingParams(), StopParams(max_new_tokens=1))
                 request = replace(request, adapter_identity=resolved.identity, second_start=encoded.second_start)
                 runs.append(Generation(request, tokenizer.detokenizer))
+                runs[-1].adapter_id = adapter_id
             for run in runs:
                 self._start(run, "raise")
             self._finish(runs, bar, "raise")
@@ -297,6 +312,50 @@ class LLM:
             loading = self._engine.load(identity, pin or None)
             self._loaded.setdefault(adapter_id, set()).add(identity)
         self._wait_for(loading)
+
+    def update_adapter(
+        self, adapter_id: str, tensors: Mapping[str, torch.Tensor], config: Any = None, *, running: str = "finish"
+    ) -> None:
+        """Replace an adapter's weights. Requests that start after this call use the new weights.
+
+        `tensors` has the names of `adapter_model.safetensors`, and is copied. `config` is a PEFT config or a mapping
+        as in `adapter_config.json`; None keeps the present config. With `running="finish"`, unfinished requests keep
+        the old weights. With `running="move"`, their next step uses the new weights with the present KV cache. After
+        an error, the old weights stay in use.
+        """
+        if running not in ("finish", "move"):
+            raise InputError(f"running must be 'finish' or 'move' (got {running!r})")
+        capabilities = self._engine.capabilities
+        try:
+            present = self._wait_for(self._resolve(adapter_id))
+        except AdapterNotFoundError:
+            if config is None:
+                raise
+            present = Resolved("")
+        with self._lock_engine():
+            before = self._engine.find_spec(present.identity) if config is None else None
+        parsed = before.checkpoints[0].config if before is not None else parse_peft_config(config, adapter_id)
+        check_base_model(parsed, capabilities.model_type, capabilities.model_class, None, capabilities.task)
+        spec = copy_to_spec(adapter_id, tensors, parsed, capabilities.max_inputs)
+        try:
+            with self._lock_engine():
+                self._engine.register(spec)
+                is_pinned = any(each.is_pinned for each in self._engine.list_adapters([present.identity]))
+                loading = self._engine.load(spec.identity, is_pinned)
+            self._wait_for(loading)
+            with self._lock_engine():
+                if running == "move":
+                    runs = [run for run in self._generations.values() if run.adapter_id == adapter_id]
+                    self._engine.move([run.request.request_id for run in runs], spec.identity)
+                self._updates[adapter_id] = _Update(spec, present._replace(identity=spec.identity, tier="", stale=None))
+                old_identities = {*self._loaded.get(adapter_id, ()), present.identity}
+                self._loaded[adapter_id] = {spec.identity}
+                for identity in old_identities:
+                    self._engine.unload(identity)
+        except BaseException:
+            with self._lock_engine():
+                self._engine.unload(spec.identity)
+            raise
 
     def unload_adapter(self, adapter_id: str) -> None:
         """Unload all versions of an adapter, as soon as no request uses them."""
@@ -340,6 +399,7 @@ class LLM:
         stop: StopParams | None,
         structure: Structure | None,
         prompt_logprobs: bool,
+        adapter_id: str | None,
     ) -> Generation:
         tokenizer, ids, identity, failure = self._tokenizer, [], "", None
         try:
@@ -360,7 +420,7 @@ class LLM:
         if failure is None and structure is not None and not tokenizer.shares_vocabulary(self._tokenizer):
             request = replace(request, vocabulary=tokenizer.token_table())
         run = Generation(request, tokenizer.detokenizer)
-        run.completion.error = failure
+        run.adapter_id, run.completion.error = adapter_id, failure
         return run
 
     def _start(self, run: Generation, on_error: str) -> None:
@@ -368,6 +428,10 @@ class LLM:
             if run.completion.error is not None:
                 raise run.completion.error
             with self._lock_engine():
+                update = self._updates.get(run.adapter_id or "")
+                if update is not None:  # the adapter may have been updated after it was resolved
+                    self._engine.register(update.spec)
+                    run.request = replace(run.request, adapter_identity=update.spec.identity)
                 self._engine.add(run.request)
                 self._generations[run.request.request_id] = run
         except LoraxError as error:
@@ -461,6 +525,10 @@ class LLM:
 
     def _resolve(self, adapter_id: str) -> "Future[Resolved]":
         """Resolve an adapter ID, and return a future. Adapter errors are set on the future."""
+        if (update := self._updates.get(adapter_id)) is not None:
+            with self._lock_engine():
+                self._engine.register(update.spec)
+            return completed_future(update.resolved)
         if self._folders and adapter_id not in self._folders:
             names = ", ".join(sorted(self._folders))
             return failed_future(AdapterNotFoundError(f"adapter {adapter_id!r} is unknown; known adapters: {names}"))

@@ -1,7 +1,9 @@
 """Adapter descriptions that the engine sends to the workers."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from lorax_server.adapters.config import AdapterConfig
 from lorax_server.files.regular_file import Stamp
@@ -25,6 +27,8 @@ class AdapterCheckpoint:
     stamp: Stamp  # the weights file's stamp when the identity was computed
     identity: str = ""
     is_settled: bool = True  # if False, the file may have changed without a new stamp
+    # Tensors on the CPU, instead of the weights file in `folder`. Engine modules do not import torch.
+    tensors: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -41,3 +45,8 @@ class AdapterSpec:
     def invocation_tokens(self) -> tuple[int, ...]:
         """aLoRA's invocation tokens. Merges have none, because aLoRA adapters cannot be merged."""
         return self.checkpoints[0].config.invocation_tokens if len(self.checkpoints) == 1 else ()
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Return True if the adapter was passed as tensors."""
+        return any(part.tensors is not None for part in self.checkpoints)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from lorax_server.adapters.checkpoint import TensorInfo
+from lorax_server.errors import AdapterError
 from lorax_server.files.regular_file import FileChangedError, Stamp, open_regular_file
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -72,6 +73,31 @@ class TensorReader:
         if not block.keys:
             block.elements = None
         return tensor, finite
+
+
+def describe_tensors(tensors: Mapping[str, torch.Tensor], name: str) -> dict[str, TensorInfo]:
+    """Return the header that a file with these tensors would have. `name` is the adapter name."""
+    infos, start = dict[str, TensorInfo](), 0
+    for key, tensor in tensors.items():
+        dtype = next((dtype for dtype, each in DTYPES.items() if each is tensor.dtype), None)
+        if dtype is None:
+            raise AdapterError(
+                f"adapter {name!r}: tensor {key!r} is {tensor.dtype}; only float16 to float64 are supported"
+            )
+        infos[key] = TensorInfo(dtype, tuple(tensor.shape), start, start := start + tensor.nbytes)
+    return infos
+
+
+class MemoryReader:
+    """Reads tensors that are already in memory, with the interface of `TensorReader`."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def read(self, key: str) -> tuple[torch.Tensor, bool]:
+        tensor = self._tensors[key]
+        tensor = tensor.float() if tensor.dtype is torch.float64 else tensor
+        return tensor, is_finite(tensor)
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

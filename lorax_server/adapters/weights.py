@@ -16,7 +16,7 @@ from lorax_server.adapters.methods.contents import FACTORS, AdapterContents
 from lorax_server.adapters.methods.fields import Method
 from lorax_server.adapters.methods.matrices import draw_vera_projections
 from lorax_server.adapters.target import AdapterTarget
-from lorax_server.adapters.tensor_reader import TensorReader
+from lorax_server.adapters.tensor_reader import MemoryReader, TensorReader, describe_tensors
 from lorax_server.errors import AdapterError, SourceError
 from lorax_server.files.names import WEIGHTS_FILE
 from lorax_server.files.regular_file import FileChangedError, Stamp, convert_read_errors, read_stamp
@@ -63,7 +63,10 @@ class AdapterWeights(Protocol):
 
 
 class StoredAdapter:
-    """An adapter in a local folder. The constructor checks tensor names and shapes; `load` reads a module's tensors."""
+    """An adapter in a local folder, or in memory if `tensors` is set.
+
+    The constructor checks tensor names and shapes; `load` reads a module's tensors.
+    """
 
     def __init__(
         self,
@@ -71,16 +74,23 @@ class StoredAdapter:
         config: AdapterConfig,
         targets: Mapping[str, AdapterTarget],
         stamp: Stamp | None = None,  # the stamp that the weights file must have
+        tensors: Mapping[str, torch.Tensor] | None = None,  # instead of the weights file
     ) -> None:
         self.name = config.name
         self.config = config
         self.path = folder / WEIGHTS_FILE
-        with self._detecting_changes():
-            self._stamp = read_stamp(self.path)
-        if stamp is not None and stamp != self._stamp:
-            raise SourceError(f"adapter {self.name!r}: {self.path.name} changed after it was resolved; try again")
-        self.tensors = read_header(self.path, self.name)
-        self._reader = TensorReader(self.path, self._stamp, self.tensors)
+        self._stamp: Stamp | None = None  # None for an adapter in memory
+        self._reader: TensorReader | MemoryReader
+        if tensors is None:
+            with convert_read_errors(f"adapter {self.name!r}", self.path), self._detecting_removal():
+                self._stamp = read_stamp(self.path)
+            if stamp is not None and stamp != self._stamp:
+                raise SourceError(f"adapter {self.name!r}: {self.path.name} changed after it was resolved; try again")
+            self.tensors = read_header(self.path, self.name)
+            self._reader = TensorReader(self.path, self._stamp, self.tensors)
+        else:
+            self.tensors = describe_tensors(tensors, self.name)
+            self._reader = MemoryReader(tensors)
         self._contents = AdapterContents(config, self.tensors, targets)
         self._targets = targets
         self.vocab_size = self._contents.vocab_size
@@ -164,15 +174,22 @@ class StoredAdapter:
     @contextmanager
     def _detecting_changes(self) -> Iterator[None]:
         """Raise SourceError if the file changes while the context is active. The tensors must match the identity."""
-        with convert_read_errors(f"adapter {self.name!r}", self.path):
-            try:
-                yield
-                if read_stamp(self.path) != self._stamp:
-                    raise FileChangedError(0, "it changed while it was read")
-            except FileNotFoundError as error:  # evicted from the disk cache; the next request downloads it again
-                raise SourceError(
-                    f"adapter {self.name!r}: {self.path.name} was removed from this machine; try again"
-                ) from error
+        if self._stamp is None:
+            yield
+            return
+        with convert_read_errors(f"adapter {self.name!r}", self.path), self._detecting_removal():
+            yield
+            if read_stamp(self.path) != self._stamp:
+                raise FileChangedError(0, "it changed while it was read")
+
+    @contextmanager
+    def _detecting_removal(self) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:  # evicted from the disk cache; the next request downloads it again
+            raise SourceError(
+                f"adapter {self.name!r}: {self.path.name} was removed from this machine; try again"
+            ) from error
 
     def _read(self, role: TensorRole, key: str) -> torch.Tensor:
         tensor, is_finite = self._reader.read(key)

@@ -166,6 +166,25 @@ class Engine:
         self._table.unload_when_idle(identity)
         self._settle_loads(identity, AdapterError("the adapter was unloaded before it finished loading"))
 
+    def find_spec(self, identity: str) -> AdapterSpec | None:
+        """Return the spec of a resolved adapter, or None if the adapter is unknown."""
+        self._register_resolved()
+        return self._table.find_spec(identity)
+
+    def register(self, spec: AdapterSpec) -> None:
+        """Register an adapter that has no name in a source. Raise if it can never be used."""
+        if (problem := self._table.find_error(spec)) is not None:
+            raise problem
+        self._resolved.append(spec)
+        self.wake.set()
+
+    def move(self, request_ids: Sequence[int], identity: str) -> None:
+        """Continue running and waiting requests with another loaded adapter from the next step on.
+
+        Keys and values that were computed before stay as they are.
+        """
+        self._scheduler.move(request_ids, identity)
+
     def forget(self, source: str, name: str) -> None:
         """Drop the cached resolution of an adapter name, so that the next request queries the source."""
         self._resolver.forget(source, name)

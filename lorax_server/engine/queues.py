@@ -46,6 +46,9 @@ class Queues:
         """Keep a sequence out of the ready queue until `unblock` is called."""
         self._blocked.add(sequence)
 
+    def is_blocked(self, sequence: Sequence) -> bool:
+        return sequence in self._blocked
+
     def unblock(self, sequence: Sequence) -> None:
         """Queue a blocked sequence, unless it has a token in flight. Ignore sequences that are not blocked."""
         if self._blocked and sequence in self._blocked and not sequence.num_in_flight:

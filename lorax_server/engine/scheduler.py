@@ -15,7 +15,7 @@ from lorax_server.engine.kv_cache import KvCache
 from lorax_server.engine.queues import Queues
 from lorax_server.engine.sequence import Sequence
 from lorax_server.engine.step_builder import BatchColumns, CachedDecodeBatch, StepBuilder, SubmittedStep
-from lorax_server.errors import LoraxError
+from lorax_server.errors import AdapterError, LoraxError
 from lorax_server.plan import NewSequence, StepPlan, StepResult
 from lorax_server.types import Output, Request, SampledToken, SchedulerCounters, StartInfo
 
@@ -122,6 +122,38 @@ class Scheduler:
         sequence = self._by_id.get(request_id)
         if sequence is not None:
             self._finish(sequence)
+
+    def move(self, request_ids: Iterable[int], identity: str) -> None:
+        """Continue requests with another loaded adapter from the next step on. Ignore requests that have finished.
+
+        Raise without changes if the adapter is not loaded, or has another vocabulary than a request that has started.
+        """
+        index = self._adapters.index_of(identity, has_started=True)
+        if index is None:
+            raise AdapterError("requests cannot move to an adapter that is not loaded")
+        found = [self._by_id[request_id] for request_id in request_ids if request_id in self._by_id]
+        moving = [sequence for sequence in found if sequence.request.adapter_identity != identity]
+        vocab_size = self._adapters.vocab_size(identity)
+        for sequence in moving:
+            if sequence.has_started and self._adapters.vocab_size(sequence.request.adapter_identity) != vocab_size:
+                raise AdapterError("running requests cannot move to an adapter with another vocabulary size")
+        for sequence in moving:
+            old, is_queued = sequence.request.adapter_identity, sequence.slot is None
+            is_blocked = is_queued and self.queues.is_blocked(sequence)
+            if is_queued and not is_blocked:
+                self.queues.remove(sequence)
+            self._adapters.add_request(identity)
+            if sequence.has_started:
+                self._adapters.start_request(identity)
+            if not is_queued:
+                self._adapters.acquire(identity)
+                self._adapters.release(old)
+            sequence.switch_adapter(identity)
+            sequence.adapter_index = index
+            self._adapters.remove_request(old, sequence.has_started)
+            if is_queued and not is_blocked:
+                self.queues.enqueue(sequence)
+        self._decode_batch = None  # its columns contain adapter indices
 
     def schedule(self) -> StepPlan | None:
         """Return the next step plan, or None if there is no work."""

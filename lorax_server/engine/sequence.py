@@ -4,7 +4,7 @@ import itertools
 import math
 import sys
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lorax_server.engine.block_pool import adapter_hash, chain_hash, root_hash
 from lorax_server.generation.stopping import find_stop_reason
@@ -76,6 +76,16 @@ class Sequence:
         )
         self.started = self.prompt_logprobs = self.prompt_alternatives = None
         return output
+
+    def switch_adapter(self, identity: str) -> None:
+        """Compute the next tokens with another adapter, and keep the keys and values so far.
+
+        The salt is unique, so no other sequence reuses blocks that several adapters have computed.
+        """
+        salt = f"\0moved {self.request.request_id} {identity}"
+        self.request = replace(self.request, adapter_identity=identity, salt=salt)
+        self.fairness_key = self.request.tenant, identity
+        self._hashes = []
 
     @property
     def num_uncomputed(self) -> int:

@@ -54,6 +54,7 @@ class Generation:
 
     def __init__(self, request: Request, detokenizer: Detokenizer) -> None:
         self.request = request
+        self.adapter_id: str | None = None  # the requested name of the adapter; used only by `LLM`
         self.completion = Completion(list(request.prompt_ids))
         self.events: list[TokenEvent] = []  # events that `pop_events` has not returned yet
         self._detokenizer = detokenizer

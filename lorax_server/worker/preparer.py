@@ -142,7 +142,10 @@ class Preparer:
         return adapter
 
     def _read(self, spec: AdapterSpec) -> AdapterWeights:
-        stored = [StoredAdapter(part.folder, part.config, self._targets, part.stamp) for part in spec.checkpoints]
+        stored = [
+            StoredAdapter(part.folder, part.config, self._targets, part.stamp, part.tensors)
+            for part in spec.checkpoints
+        ]
         adapter: AdapterWeights = stored[0] if spec.merge is None else MergedAdapter(stored, spec.merge)
         check_ranks(adapter, self._targets, self._max_rank)
         recent = [i for i, part in enumerate(spec.checkpoints) if not part.is_settled]

@@ -92,6 +92,11 @@ class AdapterRegistry:
         self._touch(spec.identity)
         return entry, forgotten
 
+    def remove(self, identity: str) -> None:
+        """Remove an adapter that no request uses and that is not in memory."""
+        del self.entries[identity]
+        self._merges.pop(identity, None)
+
     def find_usable(self, identity: str, now: float) -> AdapterEntry:
         """Return an adapter's entry. Raise if the adapter is unknown or has just failed."""
         entry = self.entries.get(identity)

@@ -90,6 +90,10 @@ class AdapterTable:
     def num_on_device(self) -> int:
         return len(self._device)
 
+    def find_spec(self, identity: str) -> AdapterSpec | None:
+        entry = self._registry.get(identity)
+        return None if entry is None else entry.spec
+
     def state(self, identity: str) -> AdapterStage | None:
         """Return an adapter's stage, or None if the adapter is unknown."""
         entry = self._registry.get(identity)
@@ -355,6 +359,8 @@ class AdapterTable:
                 self._device.evict(entry)
             if entry.is_prepared and entry.index is None:
                 self._host.drop(entry)
+            if entry.spec.is_in_memory and entry.state in (AdapterStage.DISK, AdapterStage.FAILED):
+                self._registry.remove(entry.identity)  # releases its tensors
 
     def _touch(self, entry: AdapterEntry) -> None:
         self._device.touch(entry)
