@@ -56,6 +56,8 @@ class KvCache:
             num_published = sequence.num_published
             if sequence.num_computed < (num_published + 1) * block_size:  # the common case
                 continue
+            if sequence.is_mixed:
+                continue
             num_full = min(sequence.num_computed, len(sequence.token_ids)) // block_size
             hashes = sequence.hashes(block_size)
             for index in range(num_published, num_full):
@@ -71,5 +73,5 @@ class KvCache:
 
     def release(self, sequence: Sequence) -> None:
         self._pool.release(sequence.blocks)
-        sequence.blocks = []
+        sequence.blocks, sequence.is_mixed = [], False
         sequence.num_computed = sequence.num_published = sequence.num_sent_blocks = sequence.capacity = 0

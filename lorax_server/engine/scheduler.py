@@ -148,7 +148,7 @@ class Scheduler:
             if not is_queued:
                 self._adapters.acquire(identity)
                 self._adapters.release(old)
-            sequence.switch_adapter(identity)
+            sequence.switch_adapter(identity, self._adapters.find_start(identity, sequence.request.prompt_ids))
             sequence.adapter_index = index
             self._adapters.remove_request(old, sequence.has_started)
             if is_queued and not is_blocked:

@@ -26,6 +26,7 @@ class Sequence:
     has_forced_tokens: bool = False  # forced tokens are waiting to be computed
     num_computed: int = 0  # tokens in the KV cache once the steps in flight finish
     num_published: int = 0  # leading blocks that are published in the prefix cache
+    is_mixed: bool = False  # several adapters computed the keys and values, so no more blocks are published
     num_sent_blocks: int = 0  # blocks that were sent to the workers
     slot: int | None = None  # set while the sequence is running
     adapter_index: int = 0  # set while the sequence is running
@@ -77,14 +78,15 @@ class Sequence:
         self.started = self.prompt_logprobs = self.prompt_alternatives = None
         return output
 
-    def switch_adapter(self, identity: str) -> None:
+    def switch_adapter(self, identity: str, start: int) -> None:
         """Compute the next tokens with another adapter, and keep the keys and values so far.
 
-        The salt is unique, so no other sequence reuses blocks that several adapters have computed.
+        `start` is the first token that the adapter applies to.
         """
-        salt = f"\0moved {self.request.request_id} {identity}"
-        self.request = replace(self.request, adapter_identity=identity, salt=salt)
+        self.request = replace(self.request, adapter_identity=identity)
         self.fairness_key = self.request.tenant, identity
+        self.adapter_start = self.kv_adapter_start = start
+        self.is_mixed = bool(self.blocks)
         self._hashes = []
 
     @property

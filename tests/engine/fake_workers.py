@@ -5,9 +5,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lorax_server.adapters.config import parse_config
 from lorax_server.adapters.spec import AdapterCheckpoint, AdapterSpec
@@ -18,7 +19,7 @@ from lorax_server.engine.engine import Engine
 from lorax_server.engine.scheduler import Scheduler
 from lorax_server.errors import AdapterError, BusyError, LoraxError
 from lorax_server.plan import Capabilities, Drop, Load, Move, Prepare, Prepared, StepPlan, StepResult, Unload
-from lorax_server.types import AdapterRef, Merge, Output, Request, Resolved, SamplingParams, StopParams
+from lorax_server.types import AdapterRef, AdapterStage, Merge, Output, Request, Resolved, SamplingParams, StopParams
 
 VOCAB = 7
 SIZE = 4  # tokens per block
@@ -27,12 +28,14 @@ MODULUS = 2**61 - 1
 RAW = parse_config({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}, "any")
 
 
+@cache
 def seed_of(identity: str) -> int:
     return int.from_bytes(sha256(identity.encode()).digest()[:7], "big")
 
 
-def chain(before: int, token: int) -> int:
-    return (before * 1_000_003 + token + 1) % MODULUS
+def chain(before: int, token: int, identity: str) -> int:
+    """Return the keys of a token. They depend on the keys before it, and on the adapter that computes the token."""
+    return (before * 1_000_003 + token + 1 + seed_of(identity)) % MODULUS
 
 
 def token_after(chained: int) -> int:
@@ -41,13 +44,32 @@ def token_after(chained: int) -> int:
 
 def expected_tokens(identity: str, prompt: Sequence[int], num_tokens: int) -> list[int]:
     """Return the expected tokens of a request."""
-    chained, tokens = seed_of(identity), []
+    chained, tokens = 0, list[int]()
     for token in prompt:
-        chained = chain(chained, token)
+        chained = chain(chained, token, identity)
     for _ in range(num_tokens):
         tokens.append(token_after(chained))
-        chained = chain(chained, tokens[-1])
+        chained = chain(chained, tokens[-1], identity)
     return tokens
+
+
+class Computation(NamedTuple):
+    """The adapters that compute a request's keys, from some generated token on."""
+
+    first_token: int  # index of the first generated token that depends on these keys
+    segments: tuple[tuple[int, str], ...]  # position of the first token that an adapter computes, and its identity
+
+
+def expected_moved_tokens(history: Sequence[Computation], prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """Return the expected tokens of a request that moved to other adapters."""
+    tokens = list(prompt)
+    for number in range(num_tokens):
+        segments = [each for each in history if each.first_token <= number][-1].segments
+        chained = 0
+        for position, token in enumerate(tokens):
+            chained = chain(chained, token, [identity for start, identity in segments if start <= position][-1])
+        tokens.append(token_after(chained))
+    return tokens[len(prompt) :]
 
 
 def make_spec(identity: str, units: int, name: str | None = None) -> AdapterSpec:
@@ -339,7 +361,7 @@ class Workers:
     def _extend_chain(self, slot: int, identity: str, length: int) -> list[int]:
         chains, tokens = self._chains[slot], self._tokens[slot]
         while len(chains) < length:
-            chains.append(chain(chains[-1] if chains else seed_of(identity), tokens[len(chains)]))
+            chains.append(chain(chains[-1] if chains else 0, tokens[len(chains)], identity))
         return chains
 
     def _kv_slot(self, slot: int, position: int) -> int:
@@ -379,6 +401,7 @@ class SubmittedRequest:
     tokens: list[int] = field(default_factory=list)
     failure: str | None = None
     is_aborted: bool = False
+    history: list[Computation] = field(default_factory=list)  # empty if the request never moved
 
     @property
     def identity(self) -> str:
@@ -412,6 +435,9 @@ class EngineSimulation:
         self.submitted: dict[int, SubmittedRequest] = {}
         self.open: dict[int, SubmittedRequest] = {}
         self.num_advances = 0
+        self.num_moved = 0  # running requests that moved to another adapter
+        self._known: set[str] = set()  # identities of all contents
+        self._moving: list[tuple[AdapterSpec, Future[None]]] = []
         self._resolving: list[tuple[SubmittedRequest, Future[Resolved]]] = []
         of = make_capabilities(num_units, max_steps_in_flight, **capabilities)
         host_bytes = self.host_bytes = host_units * UNIT_BYTES
@@ -422,6 +448,7 @@ class EngineSimulation:
         )
         self.scheduler = Scheduler(Limits(**vars(of), **(limits or {})), self.pool, self.table, clock=self.clock)
         self.engine = Engine(self.workers, self.scheduler, self.pool, self.table, self.names)  # type: ignore[arg-type]
+        self._preempt, self.scheduler._preempt = self.scheduler._preempt, self._record_preemption  # type: ignore[method-assign]
 
     def clock(self) -> float:
         return self.now
@@ -429,6 +456,7 @@ class EngineSimulation:
     def put(self, name: str, version: int, units: int) -> AdapterSpec:
         """Replace the content of a name."""
         spec = self.names.specs[name] = make_spec(f"{name}@{version}", units)
+        self._known.add(spec.identity)
         return spec
 
     def submit(self, name: str | None, prompt: list[int], num_tokens: int = 4, **options: Any) -> SubmittedRequest:
@@ -440,6 +468,47 @@ class EngineSimulation:
         else:
             self._resolving.append((submitted, self.engine.resolve([AdapterRef("local", name)])))
         return submitted
+
+    def move(self, name: str) -> None:
+        """Load the present content of a name, and then move all requests for the name to it."""
+        spec = self.names.specs[name]
+        self.engine.resolve([AdapterRef("local", name)])
+        self._moving.append((spec, self.engine.load(spec.identity)))
+
+    def _move_to_loaded(self) -> None:
+        for spec, loading in [each for each in self._moving if each[1].done()]:
+            self._moving.remove((spec, loading))
+            if self.table.state(spec.identity) is AdapterStage.DEVICE:
+                self._move_to(spec)
+
+    def _move_to(self, spec: AdapterSpec) -> None:
+        before = dict(self.scheduler._by_id)
+        moving = [each for each in self.open.values() if each.spec is not None and each.spec.name == spec.name]
+        moving = [each for each in moving if each.request_id in before and each.identity != spec.identity]
+        for submitted in moving:
+            sequence = before[submitted.request_id]
+            self.num_moved += sequence.slot is not None
+            self._record_move(submitted, sequence, spec)
+        self.engine.move([each.request_id for each in moving], spec.identity)
+
+    def _record_move(self, submitted: SubmittedRequest, sequence: Any, spec: AdapterSpec) -> None:
+        history = submitted.history or [Computation(0, ((0, submitted.identity),))]
+        kept = [each for each in history[-1].segments if each[0] < sequence.num_computed]
+        segments = (*kept, (sequence.num_computed, spec.identity))
+        submitted.history = [*history, Computation(sequence.num_generated + sequence.num_in_flight, segments)]
+        submitted.spec = spec
+
+    def _record_preemption(self, sequence: Any) -> None:
+        """A preempted request is computed again, with the adapter that it has then."""
+        self._preempt(sequence)
+        submitted, first = self.submitted[sequence.request.request_id], sequence.num_generated + sequence.num_in_flight
+        if submitted.history:
+            submitted.history.append(Computation(first, ((0, submitted.identity),)))
+
+    def expect_tokens(self, submitted: SubmittedRequest, num_tokens: int) -> list[int]:
+        if submitted.history:
+            return expected_moved_tokens(submitted.history, submitted.prompt, num_tokens)
+        return expected_tokens(submitted.identity, submitted.prompt, num_tokens)
 
     def abort(self, submitted: SubmittedRequest) -> None:
         if not submitted.is_done:
@@ -460,6 +529,7 @@ class EngineSimulation:
         if is_called:
             engine.wake.clear()
             self._record_outputs(engine.step())
+            self._move_to_loaded()
         else:
             assert self.workers.has_pending_work or not engine.has_work, "it sleeps, and nothing will wake it"
         self._add_resolved()
@@ -520,9 +590,7 @@ class EngineSimulation:
             assert (output.finish_reason is not None) == is_last
             if is_last:
                 del self.open[output.request_id]
-                assert submitted.tokens == expected_tokens(
-                    submitted.identity, submitted.prompt, submitted.num_tokens
-                ), "stale tokens"
+                assert submitted.tokens == self.expect_tokens(submitted, submitted.num_tokens), "stale tokens"
 
     def _fail(self, submitted: SubmittedRequest, message: str) -> None:
         submitted.failure = message
@@ -530,16 +598,14 @@ class EngineSimulation:
 
     def check_tokens_so_far(self) -> None:
         for submitted in self.open.values():
-            assert submitted.tokens == expected_tokens(submitted.identity, submitted.prompt, len(submitted.tokens)), (
-                "stale tokens"
-            )
+            assert submitted.tokens == self.expect_tokens(submitted, len(submitted.tokens)), "stale tokens"
 
     def check_all_memory_is_released(self) -> None:
         """Check that all memory is released once no request needs it."""
         assert not self.open
         self.run_until_idle()
         assert self.pool.num_free == self.pool.num_blocks
-        for identity in {submitted.identity for submitted in self.submitted.values()} - {""}:
+        for identity in {submitted.identity for submitted in self.submitted.values()} - {""} | self._known:
             self.engine.unload(identity)
         self.run_until_idle()
         assert not self.workers.host

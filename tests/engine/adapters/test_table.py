@@ -1140,8 +1140,13 @@ def is_expected_failure(simulation: EngineSimulation, spec: AdapterSpec, failure
     return was_pinned or spec.num_elements > simulation.workers.capabilities.num_adapter_units
 
 
-def run_random_replacements(seed: int, num_actions: int) -> tuple[EngineSimulation, Counter[str]]:
-    """Replace adapters at random while requesting them, with space for a few adapters."""
+def run_random_replacements(
+    seed: int, num_actions: int, move_rate: float = 0.0
+) -> tuple[EngineSimulation, Counter[str]]:
+    """Replace adapters at random while requesting them, with space for a few adapters.
+
+    `move_rate` is the fraction of replacements that move unfinished requests to the new content.
+    """
     rng = random.Random(seed)
     num_units = rng.choice([6, 10, 16])
     simulation = EngineSimulation(
@@ -1170,12 +1175,14 @@ def run_random_replacements(seed: int, num_actions: int) -> tuple[EngineSimulati
         reload(name)
     for _ in range(num_actions):
         if rng.random() < 0.3:
-            reload(rng.choice(names))
+            reload(name := rng.choice(names))
+            if move_rate and rng.random() < move_rate:
+                simulation.move(name)
         else:
             prompt = [*rng.choice(beginnings), *(rng.randrange(VOCAB) for _ in range(rng.choice([0, 0, 3])))]
             name = rng.choice([*names, None]) if rng.random() < 0.6 else names[0]
             options = {"tenant": rng.choice("ab")}
-            simulation.submit(name, prompt, rng.randint(1, 12), **options)
+            simulation.submit(name, prompt, rng.randint(1, 24 if move_rate else 12), **options)
         if rng.random() < 0.05 and simulation.open:
             simulation.abort(rng.choice(list(simulation.open.values())))
         for _ in range(rng.choice([0, 0, 1, 2, 4]) if len(simulation.open) < 12 else 6):
@@ -1197,6 +1204,7 @@ def run_random_replacements(seed: int, num_actions: int) -> tuple[EngineSimulati
     done["evicted_from_host"] = moved.adapters_evicted_from_host
     done["moves"] = moved.adapter_moves
     done["steps"] = scheduled.steps
+    done["moved_requests"] = simulation.num_moved
     return simulation, done
 
 
@@ -1209,6 +1217,24 @@ def test_reloads_never_produce_stale_tokens() -> None:
     for what in ("preemptions", "chunks", "prefix_tokens", "evicted_from_device", "evicted_from_host", "moves"):
         assert done[what] > 100, done
     assert done["failed"] > 0
+
+
+def test_moved_requests_use_new_weights_and_share_no_blocks() -> None:
+    done: Counter[str] = Counter()
+    for seed in range(6):
+        done += run_random_replacements(seed, 60, move_rate=0.7)[1]
+    assert done["moved_requests"] > 10, done
+    assert done["finished"] > 100
+
+
+@pytest.mark.slow
+def test_many_moves_never_produce_stale_tokens() -> None:
+    done: Counter[str] = Counter()
+    for seed in range(50):
+        done += run_random_replacements(seed, 200, move_rate=0.7)[1]
+    assert done["moved_requests"] > 300, done
+    for what in ("preemptions", "chunks", "prefix_tokens", "evicted_from_device", "evicted_from_host", "moves"):
+        assert done[what] > 100, done
 
 
 # --- Random operations ------------------------------------------------------------------------------------------------
