@@ -89,8 +89,20 @@ def list_stages(record: RequestRecord) -> list[tuple[str, float, float]]:
     if record.queue_s > 0 or record.inference_s > 0:
         stages.append(("queue", record.validation_s, queued_s))
     if record.inference_s > 0:
-        stages.append(("inference", queued_s, queued_s + record.inference_s))
+        first_s = record.inference_s if record.first_token_s is None else min(record.first_token_s, record.inference_s)
+        stages.append(("prefill", queued_s, queued_s + first_s))
+        if record.generated_tokens > 1:
+            stages.append(("decode", queued_s + first_s, queued_s + record.inference_s))
     return stages
+
+
+def name_operation(route: str) -> str:
+    """Return the operation name that OpenTelemetry's GenAI conventions define for a route."""
+    if "embed" in route:
+        return "embeddings"
+    if any(name in route for name in ("classify", "rerank", "score")):
+        return route.rsplit("/", 1)[-1]  # the conventions define no name
+    return "chat" if "chat" in route or "responses" in route else "text_completion"
 
 
 def classify_error(record: RequestRecord) -> str:
@@ -103,7 +115,7 @@ def classify_error(record: RequestRecord) -> str:
 def make_span_attributes(record: RequestRecord, model: str) -> "Mapping[str, AttributeValue]":
     """Return span attributes, using the OpenTelemetry GenAI and HTTP conventions where they define a name."""
     values: dict[str, AttributeValue] = {
-        "gen_ai.operation.name": "chat" if "chat" in record.route else "text_completion",
+        "gen_ai.operation.name": name_operation(record.route),
         "gen_ai.provider.name": "lorax",
         "gen_ai.request.model": _truncate(record.adapter_id or model),
         "gen_ai.request.choice.count": record.num_choices,

@@ -7,67 +7,25 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 from opentelemetry import trace
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from lorax_server.errors import ConfigError
 from lorax_server.server.telemetry import tracing
 from lorax_server.server.telemetry.request_record import RequestRecord
-from lorax_server.server.telemetry.tracing import Tracer
+from lorax_server.server.telemetry.tracing import Tracer, name_operation
 from tests.optional import present
+from tests.server.telemetry.collector import GUARD_S, Collector, attributes, collecting
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-GUARD_S = 120
-
-
-class Collector(ThreadingHTTPServer):
-    """A server that stores received spans. While `is_slow`, it does not respond."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.requests: list[tuple[str, ExportTraceServiceRequest]] = []
-        self.is_slow = False
-        self.came, self.may_answer = threading.Event(), threading.Event()
-        self.url = f"http://127.0.0.1:{self.server_address[1]}"
-
-    @property
-    def spans(self) -> list[Any]:
-        sent = [found for _, request in self.requests for found in request.resource_spans]
-        return [span for resource in sent for scope in resource.scope_spans for span in scope.spans]
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Collector
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["content-length"]))
-        self.server.requests.append((self.path, ExportTraceServiceRequest.FromString(body)))
-        self.server.came.set()
-        if self.server.is_slow:
-            self.server.may_answer.wait(GUARD_S)
-        self.send_response(200)
-        self.send_header("content-length", "0")
-        self.end_headers()
-
-    def log_message(self, *args: object) -> None:
-        pass
 
 
 @pytest.fixture
 def collector() -> Iterator[Collector]:
-    with Collector() as server:
-        serving = threading.Thread(target=server.serve_forever, args=(0.01,))
-        serving.start()
-        yield server
-        server.may_answer.set()
-        server.shutdown()
-        serving.join()
+    with collecting() as collector:
+        yield collector
 
 
 def request(**changes: Any) -> RequestRecord:
@@ -96,15 +54,6 @@ def request(**changes: Any) -> RequestRecord:
     return RequestRecord("id-1", "/v1/chat/completions", **(known | changes))
 
 
-def attributes(span: Any) -> dict[str, Any]:
-    found = {}
-    for each in span.attributes:
-        kind = each.value.WhichOneof("value")
-        value = getattr(each.value, kind)
-        found[each.key] = [item.string_value for item in value.values] if kind == "array_value" else value
-    return found
-
-
 def sent(collector: Collector, *records: RequestRecord) -> list[Any]:
     tracer = Tracer(collector.url, model="org/base")
     for record in records:
@@ -123,14 +72,15 @@ def span(spans: list[Any], name: str) -> Any:
 
 def test_request_has_span_with_stages(collector: Collector) -> None:
     spans = sent(collector, request())
-    assert {each.name for each in spans} == {"lorax.request", "validation", "queue", "inference"}
+    assert {each.name for each in spans} == {"lorax.request", "validation", "queue", "prefill", "decode"}
     whole = span(spans, "lorax.request")
     start = 1_700_000_000 * 10**9
     for name, begin_s, end_s in (
         ("lorax.request", 0.0, 1.75),
         ("validation", 0.0, 0.25),
         ("queue", 0.25, 0.75),
-        ("inference", 0.75, 1.75),
+        ("prefill", 0.75, 1.0),
+        ("decode", 1.0, 1.75),
     ):
         each = span(spans, name)
         assert (each.start_time_unix_nano, each.end_time_unix_nano) == (start + begin_s * 1e9, start + end_s * 1e9)
@@ -214,6 +164,27 @@ def test_error_kind_is_exported(collector: Collector, changes: dict[str, Any], k
 def test_missing_stages_have_no_span(collector: Collector) -> None:
     spans = sent(collector, request(queue_s=0.0, inference_s=0.0, first_token_s=None))
     assert {each.name for each in spans} == {"lorax.request", "validation"}
+
+
+def test_single_token_has_no_decode_span(collector: Collector) -> None:
+    spans = sent(collector, request(generated_tokens=1))
+    assert {each.name for each in spans} == {"lorax.request", "validation", "queue", "prefill"}
+
+
+@pytest.mark.parametrize(
+    ("route", "name"),
+    [
+        ("/generate", "text_completion"),
+        ("/v1/completions", "text_completion"),
+        ("/v1/chat/completions", "chat"),
+        ("/v1/responses", "chat"),
+        ("/v1/embeddings", "embeddings"),
+        ("/embed", "embeddings"),
+        ("/v1/rerank", "rerank"),
+    ],
+)
+def test_operation_is_named_by_route(route: str, name: str) -> None:
+    assert name_operation(route) == name
 
 
 def test_invalid_unicode_does_not_lose_other_spans(collector: Collector) -> None:
