@@ -24,7 +24,7 @@ PAGES = {
     "SECURITY.md": "security-policy.md",
     "demo/README.md": "demo.md",
 }
-FILES = ("LICENSE", "demo/results.json", "deploy/grafana-dashboard.json")
+FILES = ("LICENSE", "demo/results.json", "deploy/grafana-dashboard.json", "deploy/prometheus-alerts.yml")
 REDOC = Path(fastapi_offline.__file__).parent / "static/redoc.standalone.js"
 PYTHON_API = """\
 # Python API
@@ -71,12 +71,13 @@ def _map_links(markdown: str, source: Path) -> str:
 
     def replace(match: re.Match[str]) -> str:
         target = (source.parent / match[1]).resolve()
+        name = target.relative_to(ROOT).as_posix()
         if target.is_relative_to(DOCS):
-            site_path = match[1] if source.is_relative_to(DOCS) else target.relative_to(DOCS).as_posix()
+            site_path = target.relative_to(DOCS).as_posix()
         else:
-            name = target.relative_to(ROOT).as_posix()
             site_path = target.name if name in FILES else PAGES[name]
-        return f"]({site_path}"
+        folder = source.parent.relative_to(DOCS) if source.is_relative_to(DOCS) else Path()
+        return "](" + "../" * len(folder.parts) + site_path
 
     return LINK.sub(replace, markdown)
 

@@ -118,9 +118,9 @@ def test_rejected_features_are_documented() -> None:
 
 
 def test_relative_links_exist() -> None:
-    for document in DOCS.glob("*.md"):
-        for link in re.findall(r"\]\((?!https)(.*?)\)", document.read_text()):
-            assert (DOCS / link.partition("#")[0]).is_file(), f"{document.name}: {link}"
+    for document in DOCS.rglob("*.md"):
+        for link in re.findall(r"\]\((?!https|#)(.*?)\)", document.read_text()):
+            assert (document.parent / link.partition("#")[0]).is_file(), f"{document.name}: {link}"
 
 
 def test_every_request_field_is_documented() -> None:

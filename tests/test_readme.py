@@ -1,52 +1,36 @@
 """The README: its commands and code run, its flags exist, its links work."""
 
 import json
-import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from lorax_server.cli.settings import parse
+from tests.commands import read_blocks, run
 from tests.demo.server import Demo
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 ADDRESS = "localhost:3000"
-PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 FIELDS = {"person": "Klonny Bardwell", "town": "Spigford", "item": "kites", "colour": "pink", "count": 12}
 QUERY = "SELECT count FROM orders WHERE person = 'Klonny Bardwell' AND item = 'kites'"
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+    return [block.text for block in read_blocks(README) if block.language == language]
 
 
 def lines(language: str) -> list[str]:
     return [line for block in blocks(language) for line in block.splitlines()]
 
 
-def run(command: str | list[str], url: str = "") -> str:
-    done = subprocess.run(
-        command,
-        shell=isinstance(command, str),
-        cwd=ROOT,
-        env={**os.environ, "PATH": PATH, "LORAX_URL": url},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_readme_requests_work(demo: Demo) -> None:
     activate, *questions = lines("bash")
     assert activate == ". .venv/bin/activate"  # this one is active
-    sentiment, fields, query = (run(line.replace(ADDRESS, demo.url), demo.url).strip() for line in questions)
+    sentiment, fields, query = (run(line.replace(ADDRESS, demo.url), ROOT, demo.url).strip() for line in questions)
     assert sentiment == "positive"
     assert FIELDS.items() <= json.loads(json.loads(fields)["choices"][0]["message"]["content"]).items()
     assert json.loads(query)["generated_text"] == QUERY
@@ -54,7 +38,7 @@ def test_readme_requests_work(demo: Demo) -> None:
 
 def test_readme_client_works(demo: Demo) -> None:
     (block,) = blocks("python")
-    output = run([sys.executable, "-c", block.replace(f"http://{ADDRESS}", demo.url)])
+    output = run([sys.executable, "-c", block.replace(f"http://{ADDRESS}", demo.url)], ROOT)
     assert output.startswith("[NAME] of [TOWN] bought 12 pink kites")
 
 
@@ -63,7 +47,7 @@ def test_make_targets_exist(command: str) -> None:
     """Check that each target exists in the Makefile. Running `make test` inside a test would not terminate."""
     program, target = command.split("#", maxsplit=1)[0].split()
     assert program == "make"
-    assert run([program, "-n", target])
+    assert run([program, "-n", target], ROOT)
 
 
 @pytest.mark.parametrize("command", lines("shell"))
