@@ -1,7 +1,7 @@
 """The tutorials work: their commands run in order against a real server, and print the documented output.
 
-A code block with a title is a file, except `server`, the command that starts the server, and `output`, the output of the
-block before it. In outputs, `...` stands for any text.
+A code block with a title is a file. Two titles are special: `server` starts the server, and `output` is the output of
+the block before it. In outputs, `...` stands for any text.
 """
 
 import os
@@ -18,18 +18,18 @@ import pytest
 import yaml
 
 from tests.commands import PATH, Block, read_blocks, run
-from tests.demo.server import READY
 from tests.e2e.http_server import import_path
 
 ROOT = Path(__file__).parent.parent
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+READY = re.compile(r"^(?:\S+ INFO \S+ )?ready: http://(\S+)")  # not in the logs of replicas, which have a prefix
 ADDRESS = re.compile(r"localhost:(?:3000|8000)")
 
 
 @contextmanager
 def serving(command: str, folder: Path) -> Iterator[str]:
-    """Start the server of a tutorial on a free port. Yield its URL."""
-    script = re.sub(r"^lorax", "exec lorax", f"{command.rstrip()} --port 0", flags=re.MULTILINE)
+    """Start the server of a tutorial on a free port. Yield its address."""
+    script = re.sub(r"^(?=lorax|LORAX_)", "exec env ", f"{command.rstrip()} --port 0", flags=re.MULTILINE)
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as temporary:
         environ = {**os.environ, "PATH": PATH, "PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1"}
         environ |= {"RAY_TMPDIR": temporary, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -41,12 +41,12 @@ def serving(command: str, folder: Path) -> Iterator[str]:
             try:
                 for line in process.stdout:
                     log.append(line)
-                    if READY.search(line):
+                    if READY.match(line):
                         break
-                found = READY.search(log[-1])
+                found = READY.match(log[-1])
                 assert found, "".join(log)
                 reader.start()
-                yield found[1].removeprefix("http://")
+                yield found[1]
             finally:
                 process.terminate()
                 if reader.ident:

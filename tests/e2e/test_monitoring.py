@@ -154,9 +154,7 @@ def test_documented_alerts_exist() -> None:
         ("rate(lorax_request_count)", "expected type matrix"),
     ],
 )
-def test_wrong_expressions_are_found(
-    expression: str, message: str, metrics: dict[str, dict[str, set[str]]]
-) -> None:
+def test_wrong_expressions_are_found(expression: str, message: str, metrics: dict[str, dict[str, set[str]]]) -> None:
     with pytest.raises((AssertionError, ValueError), match=message):
         promql.check_expression(expression, metrics)
 

@@ -53,27 +53,28 @@ def _infer(node: Any, metrics: Mapping[str, Labels]) -> set[str] | None:
         case promql.ParenExpr():
             return _infer(node.expr, metrics)
         case promql.MatrixSelector():
-            return _infer(node.vector_selector, metrics)
+            return _check_selector(node.vector_selector, metrics)
         case promql.VectorSelector():
             return _check_selector(node, metrics)
         case promql.Call():
             (labels,) = (each for each in (_infer(each, metrics) for each in node.args) if each is not None)
-            if node.func.name == "histogram_quantile":
-                assert "le" in labels, "a histogram needs the label `le`"
-                return labels - {"le"}
-            return labels
+            is_quantile = node.func.name == "histogram_quantile"
+            assert not is_quantile or "le" in labels, "a histogram needs the label `le`"
+            return labels - {"le"} if is_quantile else labels
         case promql.AggregateExpr():
-            labels = _infer(node.expr, metrics) or set()
-            if node.modifier is None:
-                return labels if str(node.op) in ("topk", "bottomk") else set()
-            grouped = set(node.modifier.labels)
-            assert grouped <= labels, f"{grouped - labels} are not labels of {node.expr}"
-            return labels - grouped if node.modifier.type == promql.AggModifierType.Without else grouped
-        case promql.BinaryExpr():
-            left, right = _infer(node.lhs, metrics), _infer(node.rhs, metrics)
-            assert left is None or right is None or left == right, f"{left} never match {right}"
-            return right if left is None else left
-    raise AssertionError(f"unsupported expression: {node}")
+            return _aggregate(node, _infer(node.expr, metrics) or set())
+    assert isinstance(node, promql.BinaryExpr), f"unsupported expression: {node}"
+    left, right = _infer(node.lhs, metrics), _infer(node.rhs, metrics)
+    assert left is None or right is None or left == right, f"{left} never match {right}"
+    return right if left is None else left
+
+
+def _aggregate(node: Any, labels: set[str]) -> set[str]:
+    if node.modifier is None:
+        return labels if str(node.op) in ("topk", "bottomk") else set()
+    grouped = set(node.modifier.labels)
+    assert grouped <= labels, f"{grouped - labels} are not labels of {node.expr}"
+    return labels - grouped if node.modifier.type == promql.AggModifierType.Without else grouped
 
 
 def _check_selector(selector: Any, metrics: Mapping[str, Labels]) -> set[str]:
