@@ -52,10 +52,8 @@ def _infer(node: Any, metrics: Mapping[str, Labels]) -> set[str] | None:
             return None
         case promql.ParenExpr():
             return _infer(node.expr, metrics)
-        case promql.MatrixSelector():
-            return _check_selector(node.vector_selector, metrics)
-        case promql.VectorSelector():
-            return _check_selector(node, metrics)
+        case promql.MatrixSelector() | promql.VectorSelector():
+            return _check_selector(getattr(node, "vector_selector", node), metrics)
         case promql.Call():
             (labels,) = (each for each in (_infer(each, metrics) for each in node.args) if each is not None)
             is_quantile = node.func.name == "histogram_quantile"
