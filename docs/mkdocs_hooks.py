@@ -24,7 +24,13 @@ PAGES = {
     "SECURITY.md": "security-policy.md",
     "demo/README.md": "demo.md",
 }
-FILES = ("LICENSE", "demo/results.json", "deploy/grafana-dashboard.json", "deploy/prometheus-alerts.yml")
+FILES = (
+    "LICENSE",
+    "demo/results.json",
+    "deploy/grafana-dashboard.json",
+    "deploy/prometheus-alerts.yml",
+    "deploy/ray/serve.yaml",
+)
 REDOC = Path(fastapi_offline.__file__).parent / "static/redoc.standalone.js"
 PYTHON_API = """\
 # Python API

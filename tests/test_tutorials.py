@@ -27,14 +27,16 @@ ADDRESS = re.compile(r"localhost:(?:3000|8000)")
 
 
 @contextmanager
-def serving(command: str, folder: Path) -> Iterator[str]:
+def serving(start: str, folder: Path) -> Iterator[str]:
     """Start the server of a tutorial on a free port. Yield its address."""
-    script = re.sub(r"^(?=lorax|LORAX_)", "exec env ", f"{command.rstrip()} --port 0", flags=re.MULTILINE)
+    script = re.sub(r"^(?=lorax|LORAX_)", "exec env ", f"{start.rstrip()} --port 0", flags=re.MULTILINE)
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as temporary:
         environ = {**os.environ, "PATH": PATH, "PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1"}
         environ |= {"RAY_TMPDIR": temporary, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
-        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        with subprocess.Popen(["bash", "-c", script], cwd=folder, env=environ, text=True, **output) as process:
+        command = ["bash", "-c", script]
+        with subprocess.Popen(
+            command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as process:
             assert process.stdout is not None
             log: list[str] = []
             reader = threading.Thread(target=log.extend, args=(process.stdout,))  # a full pipe would block the server

@@ -14,7 +14,7 @@ Labels = Mapping[str, set[str]]  # label values by label
 SAMPLE = re.compile(r"^(\w+)(?:{(.*)})? ", re.MULTILINE)
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 TARGET_LABELS = {"instance", "job"}  # Prometheus adds them to each sample
-UP = {"up": {}}  # Prometheus writes this metric for each target
+UP: dict[str, Labels] = {"up": {}}  # Prometheus writes this metric for each target
 
 
 def read_labels(*texts: str) -> dict[str, dict[str, set[str]]]:
@@ -30,19 +30,6 @@ def read_labels(*texts: str) -> dict[str, dict[str, set[str]]]:
 def check_expression(text: str, metrics: Mapping[str, Labels]) -> set[str]:
     """Return the labels of the expression's result. Raise if it cannot match samples of these metrics."""
     return _infer(promql.parse(text), UP | dict(metrics)) or set()
-
-
-def list_metrics(text: str) -> set[str]:
-    """Return the names of all metrics in an expression."""
-    names: set[str] = set()
-
-    def visit(node: Any) -> None:
-        selector = node.vector_selector if isinstance(node, promql.MatrixSelector) else node
-        if isinstance(selector, promql.VectorSelector):
-            names.add(selector.name)
-
-    promql.walk(promql.parse(text), visit)
-    return names
 
 
 def _infer(node: Any, metrics: Mapping[str, Labels]) -> set[str] | None:
