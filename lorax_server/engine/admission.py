@@ -1,4 +1,4 @@
-"""Admission control: rejects requests that can never run and requests that would wait too long."""
+"""Admission control, which rejects requests that can never run and requests that would wait too long."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ AVERAGE_DECAY = 0.98  # decay of the moving averages per step or completion
 
 @dataclass(frozen=True)
 class Limits(Capabilities):
-    """Scheduler limits: the executor's capabilities and the operator's settings.
+    """The scheduler's limits, which depend on the executor's capabilities and the operator's settings.
 
     If `can_chunk` is False, each prompt is computed in one step, and sequences are never preempted.
     """
@@ -33,7 +33,7 @@ class Limits(Capabilities):
 
 
 def check_request(request: Request, max_length: int, task: str = "generate") -> None:
-    """Raise if the prompt is empty or the request exceeds the maximum length, or cannot be run with this task."""
+    """Raise if the prompt is empty, if the request exceeds the maximum length, or if the task cannot run it."""
     num_prompt, num_new = len(request.prompt_ids), request.stop.max_new_tokens
     if not num_prompt:
         raise InputError("`inputs` cannot be empty")
@@ -47,7 +47,7 @@ def check_request(request: Request, max_length: int, task: str = "generate") -> 
 
 
 def find_token_error(request: Request, vocab_size: int) -> InputError | None:
-    """Return an error if token IDs are not in the vocabulary, because they would fail every sequence in the step.
+    """Return an error if a token ID is not in the vocabulary, because it would make every sequence in the step fail.
 
     Also return an error if all tokens are stop tokens and `min_new_tokens` is set. Call this after the adapter is
     loaded, because an adapter may change the vocabulary size.
@@ -103,11 +103,13 @@ class Backlog:
         )
 
     def estimate_seconds(self, num_tokens: float) -> float:
-        """Estimate the time for computing `num_tokens` in seconds. The estimate is 0 before the first step."""
+        """Estimate the time to compute `num_tokens` tokens, in seconds. The estimate is 0 before the first step."""
         return num_tokens * self._seconds / self._computed if self._computed else 0.0
 
     def record_step(self, num_tokens: int, submitted: float, now: float) -> float:
-        """Record a finished step and return its seconds. Time that overlaps with the previous step counts only once."""
+        """Record a finished step and return its duration in seconds. Time that overlaps with the previous step is
+        counted only once.
+        """
         seconds = now - max(submitted, self._last_end)
         self._last_end = now
         if num_tokens:
@@ -116,7 +118,7 @@ class Backlog:
         return seconds
 
     def record_completion(self, num_generated: int) -> None:
-        """Record the length of a finished completion."""
+        """Record how many tokens a finished completion has."""
         mean = self._mean_generated
         self._mean_generated = (
             num_generated if mean is None else mean * AVERAGE_DECAY + num_generated * (1 - AVERAGE_DECAY)

@@ -21,9 +21,9 @@ def root_hash(*fields: str) -> bytes:
 
 
 def adapter_hash(before: bytes, identity: str, start: int) -> bytes:
-    """Return the hash to chain before the first block that an adapter changes. Later blocks depend on it as well.
+    """Return the hash that replaces `before` in the chain, in front of the first block that depends on the adapter.
 
-    `start` is the first token that the adapter applies to. Blocks that differ only in this position are different.
+    `start` is the position of the first token that the adapter applies to. It is part of the hash.
     """
     return root_hash(before.hex(), identity, str(start))
 
@@ -54,7 +54,7 @@ class BlockPool:
         return len(self._free)
 
     def reuse(self, hashes: Sequence[bytes]) -> list[int]:
-        """Acquire and return the published blocks for the longest prefix of `hashes`."""
+        """Acquire and return the published blocks that match the longest possible prefix of `hashes`."""
         blocks = []
         for block_hash in hashes:
             block = self._published.get(block_hash)

@@ -1,4 +1,4 @@
-"""The engine: accepts requests, schedules steps, runs them on an executor, and returns the outputs."""
+"""The engine accepts requests, schedules steps, runs them on an executor, and returns the outputs."""
 
 import math
 import threading
@@ -40,7 +40,7 @@ class Executor(Protocol):
         """Register a callback. It is called on any thread when `pop_prepared` or `pop_loaded` has results."""
 
     def submit(self, plan: StepPlan) -> LoraxError | None:
-        """Start a step. If memory is exhausted, run the step without sequences and return the error."""
+        """Start a step. If the device runs out of memory, run the step without sequences and return the error."""
 
     def mask(self, masks: StepMasks) -> LoraxError | None:
         """Sample the tokens of the last submitted step with these masks. Return the same errors as `submit`."""
@@ -114,7 +114,7 @@ class Engine:
         return self._scheduler.has_work
 
     def resolve(self, refs: Sequence[AdapterRef], merge: Merge | None = None) -> "Future[Resolved]":
-        """Resolve adapter names to an identity, and start preparing the adapter.
+        """Resolve adapter names to an identity, and start to prepare the adapter.
 
         The future completes on the resolver's thread. The other methods accept the identity after that.
         """
@@ -139,7 +139,7 @@ class Engine:
             raise
 
     def abort(self, request_id: int) -> None:
-        """Drop a request. It produces no more outputs."""
+        """Drop a request, which then produces no more outputs."""
         self._scheduler.abort(request_id)
         if self._structured_output is not None:
             self._structured_output.end(request_id)
@@ -161,7 +161,7 @@ class Engine:
         return done
 
     def unload(self, identity: str) -> None:
-        """Unload an adapter, pinned or not, as soon as no request uses it."""
+        """Unload an adapter as soon as no request uses it, even if it is pinned."""
         self._register_resolved()
         self._table.unload_when_idle(identity)
         self._settle_loads(identity, AdapterError("the adapter was unloaded before it finished loading"))
@@ -323,7 +323,7 @@ class Engine:
                     self._structured_output.end(output.request_id)
 
     def _mask(self) -> LoraxError | None:
-        """Sample the last step with its token masks, and return an error if memory is exhausted.
+        """Sample the last step with its token masks. Return an error if the device runs out of memory.
 
         Sampling is deferred for sequences whose mask is late.
         """
@@ -349,7 +349,7 @@ class Engine:
 
 
 def _build_masks(ready: Sequence[tuple[int, GrammarState]], step: SubmittedStep, max_forced: int) -> StepMasks:
-    """Return the token masks for a step, and cut drafts that their grammar does not allow."""
+    """Return the token masks for a step, and truncate drafts before the first token that the grammar does not allow."""
     rows, masks, forced = list[int](), list[TokenMask](), []
     for number, state in ready:
         draft = step.drafts.get(number, ())

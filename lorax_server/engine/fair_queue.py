@@ -1,4 +1,4 @@
-"""Fair queue of waiting sequences.
+"""A fair queue of waiting sequences.
 
 Tenants below their share of slots come first, then tenants in the order of served tokens and arrival. Within a tenant,
 the adapter with the fewest served tokens comes first.
@@ -17,9 +17,9 @@ SHARE_TOLERANCE = 1e-6  # maximum rounding error of a share, in slots
 class _ServedTokens:
     """Counts served tokens per name (tenant or adapter).
 
-    Idle names gain no credit: a name that starts waiting again starts with at least the lowest count of all waiting
-    names. Each served token also raises the initial count of new names, so that a stream of new names cannot starve
-    waiting names.
+    Idle names accumulate no credit: when a name starts to wait again, its count is raised to the lowest count of all
+    waiting names. Each served token also raises the initial count of new names, so that a stream of new names cannot
+    starve waiting names.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class _ServedTokens:
 
 
 class _ArrivalHeap:
-    """Sequences in the order of arrival.
+    """A heap of sequences in the order of arrival.
 
     Removed sequences stay in the heap until they are the head or more than half of the heap, so that removing all
     sequences in any order takes O(n log n).
@@ -77,7 +77,7 @@ class _ArrivalHeap:
 
 
 class _Tenant:
-    """One tenant's slot count and waiting sequences. Its adapters have equal priority."""
+    """A tenant's slot count and waiting sequences. The tenant's adapters have equal priority."""
 
     def __init__(self) -> None:
         self._heaps: dict[str, _ArrivalHeap] = {}  # by adapter identity
@@ -110,7 +110,7 @@ class _Tenant:
 
 
 class FairQueue:
-    """Queue of waiting sequences that divides slots fairly among tenants.
+    """A queue of waiting sequences that divides slots fairly among tenants.
 
     Tenants with running or waiting sequences share the slots by weight. Tenants below their share come first. The
     other tenants follow in the order of served tokens divided by weight.
@@ -140,7 +140,7 @@ class FairQueue:
         return int(self._num_slots * self._weight(tenant) / self._total_weight + SHARE_TOLERANCE)
 
     def guaranteed_slots(self, tenant: str) -> int:
-        """Return the number of slots that the tenant never loses. This is its share, but at least 1."""
+        """Return the number of slots that the tenant cannot lose by preemption: its share, but at least 1."""
         return max(1, self.slot_share(tenant))
 
     @property
@@ -167,7 +167,7 @@ class FairQueue:
     def sort_running(self, running: Sequences[Sequence]) -> list[Sequence]:
         """Return the running sequences, with sequences within their tenant's share before all other sequences.
 
-        `running` is sorted by arrival. Its first sequence stays first, and therefore always makes progress.
+        `running` is sorted by arrival. Its first sequence stays first in the result, so it always makes progress.
         """
         if not self.has_tenant_over_share:
             return list(running)
@@ -232,7 +232,7 @@ class FairQueue:
         self._deactivate_if_idle(tenant)
 
     def charge(self, num_tokens: Mapping[tuple[str, str], int]) -> None:
-        """Charge computed tokens, keyed by (tenant, adapter identity), to their tenants and adapters."""
+        """Charge computed tokens to their tenants and adapters. `num_tokens` is keyed by (tenant, adapter identity)."""
         for (tenant, identity), count in num_tokens.items():
             self._active[tenant].charge(identity, count)
             rise = count / self._total_weight

@@ -1,4 +1,4 @@
-"""KV block assignment for sequences."""
+"""Assigns KV blocks to sequences."""
 
 from collections.abc import Iterable
 
@@ -26,7 +26,7 @@ class KvCache:
         return self._pool.num_free * self._pool.block_size
 
     def reuse_prefix(self, sequence: Sequence) -> None:
-        """Acquire the cached blocks that match a sequence's prefix. The sequence must have no blocks yet.
+        """Acquire the cached blocks that match a sequence's prefix. The sequence must not have any blocks yet.
 
         At least one token remains to be computed, because sampling needs its logits. If prompt log probabilities are
         requested, no blocks are reused.
@@ -39,7 +39,7 @@ class KvCache:
         sequence.num_computed = sequence.capacity = len(sequence.blocks) * block_size
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Allocate blocks for `num_tokens` more tokens. Return False, without changes, if too few blocks are free."""
+        """Allocate blocks for `num_tokens` more tokens. If too few blocks are free, change nothing and return False."""
         block_size, num_missing = self._pool.block_size, sequence.num_computed + num_tokens - sequence.capacity
         if num_missing > 0:
             blocks = self._pool.allocate(-(-num_missing // block_size))

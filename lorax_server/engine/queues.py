@@ -1,4 +1,4 @@
-"""Queues of sequences without a slot: blocked, waiting for an adapter, or ready to run."""
+"""Queues of sequences without a slot, which are blocked, waiting for an adapter, or ready to run."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from lorax_server.errors import LoraxError, SourceError
 
 
 class Queues:
-    """Queues of sequences without a slot. Each such sequence is in exactly one queue."""
+    """The queues of sequences without a slot. Each of these sequences is in exactly one queue."""
 
     def __init__(
         self,
@@ -50,7 +50,9 @@ class Queues:
         return sequence in self._blocked
 
     def unblock(self, sequence: Sequence) -> None:
-        """Queue a blocked sequence, unless it has a token in flight. Ignore sequences that are not blocked."""
+        """Move a blocked sequence to another queue, unless it has a token in flight. Ignore sequences that are not
+        blocked.
+        """
         if self._blocked and sequence in self._blocked and not sequence.num_in_flight:
             self._blocked.remove(sequence)
             self.enqueue(sequence)

@@ -26,7 +26,7 @@ class Drafter(Protocol):
     """Guesses the next tokens of sequences. A step verifies the guesses, so they never change a completion."""
 
     def propose(self, sequence: Sequence, num_running: int) -> Iterable[int]:
-        """Return draft tokens for the positions after the sequence's last token. May return none."""
+        """Return draft tokens for the positions after the sequence's last token, or no tokens."""
 
     def waits(self, sequence: Sequence) -> bool:
         """Return True if a sequence must wait for its token in flight, because drafts continue known tokens."""
@@ -35,7 +35,7 @@ class Drafter(Protocol):
         """Record the time of a step in which every sequence decodes."""
 
     def finish(self, sequence: Sequence) -> None:
-        """Learn from a finished or aborted completion."""
+        """Update the statistics with a finished or aborted completion."""
 
 
 class Scheduler:
@@ -90,7 +90,7 @@ class Scheduler:
         return bool(self._by_id)
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raise if it can never run or would wait too long."""
+        """Queue a request. Raise if the request can never run or would wait too long."""
         check_request(request, min(self.limits.max_length, self._cache.num_tokens), self.limits.task)
         assert request.request_id not in self._by_id, f"request {request.request_id} was already added"
         self._backlog.check_overload(self.num_waiting)
@@ -232,7 +232,9 @@ class Scheduler:
         return self.pop_failed() + outputs
 
     def rollback(self, error: LoraxError) -> None:
-        """Undo the last step after an out-of-memory error. Fail its largest sequence and retry the other sequences."""
+        """Undo the last step after an out-of-memory error. Its largest sequence fails, and the other sequences are
+        scheduled again.
+        """
         step = self.in_flight.pop()
         self.in_flight.append(step.rollback(self._cache))
         self.fail(step.find_largest_sequence().request.request_id, error)
@@ -245,7 +247,7 @@ class Scheduler:
     def _settle_draft(self, sequence: Sequence, num_allowed: int, num_accepted: int) -> None:
         """Roll back the rejected draft tokens. Later steps overwrite their KV cache entries.
 
-        `num_allowed` draft tokens are left after the grammar cut the draft.
+        `num_allowed` is the number of draft tokens that the grammar allows.
         """
         if sequence.slot is not None:
             sequence.num_computed -= num_allowed - num_accepted
@@ -276,7 +278,7 @@ class Scheduler:
     def _propose_drafts(self) -> dict[Sequence, tuple[int, ...]]:
         """Return draft tokens for running sequences.
 
-        While KV blocks are short, return nothing, so that drafts never cause a preemption.
+        If few KV blocks are free, return no drafts, so that drafts never cause a preemption.
         """
         drafts = dict[Sequence, tuple[int, ...]]()
         num_spare = min(self.limits.max_step_tokens, max(MAX_SAMPLED_ROWS, self.limits.max_num_seqs))
@@ -298,7 +300,9 @@ class Scheduler:
         return self._drafter is not None and sequence.request.speculation and self._drafter.waits(sequence)
 
     def _schedule_draft(self, builder: StepBuilder, sequence: Sequence, draft: tuple[int, ...]) -> None:
-        """Add a running sequence and its draft tokens to the step, or only its next token if KV blocks are missing."""
+        """Add a running sequence and its draft tokens to the step. If too few KV blocks are free, add only its next
+        token.
+        """
         if sequence.slot is not None and self._cache.allocate(sequence, 1 + len(draft)):
             builder.add_tokens(sequence, 1, samples=True, draft=draft)
         else:
@@ -326,7 +330,7 @@ class Scheduler:
         return bool(self._free_slots) and self._waiting.has_several_tenants and self._waiting.has_tenant_under_share
 
     def _allocate_or_preempt(self, builder: StepBuilder, sequence: Sequence, count: int) -> bool:
-        """Allocate KV blocks. If necessary, preempt later sequences that are not in this step.
+        """Allocate KV blocks for a sequence. If necessary, preempt later sequences that are not in this step.
 
         Return False if too few blocks can be freed; the sequence then keeps its blocks. For the first running sequence,
         this always succeeds.
@@ -341,7 +345,7 @@ class Scheduler:
         return True
 
     def _preempt_for_fairness(self) -> None:
-        """Preempt sequences of tenants above their share if tenants below their share are waiting."""
+        """If tenants below their share are waiting, preempt sequences of tenants above their share."""
         head = self.queues.peek_ready() if len(self._waiting) and self._waiting.has_tenant_over_share else None
         if head is None:
             return
@@ -355,7 +359,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Release a sequence's slot and blocks, and queue the sequence again.
 
-        The sequence keeps its tokens and is recomputed later.
+        The sequence keeps its tokens. Tokens that are no longer cached are recomputed later.
         """
         self._stop_running(sequence)
         if sequence.num_in_flight:
@@ -364,7 +368,9 @@ class Scheduler:
             self.queues.enqueue(sequence)
 
     def _admit(self, builder: StepBuilder) -> bool:
-        """Add the next waiting sequence to the step. Return False if none is ready or too few blocks are free."""
+        """Add the next waiting sequence to the step. Return False if no sequence is ready or too few blocks
+        are free.
+        """
         sequence = self.queues.peek_ready()
         if sequence is None:
             return False

@@ -1,4 +1,4 @@
-"""The engine's state for one completion. Only the scheduler and its helper classes modify it."""
+"""The engine's state for a completion. Only the scheduler and its helper classes modify this state."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ NEVER = sys.maxsize  # token index after all tokens
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One completion's tokens, and its KV blocks and slot on the workers."""
+    """A completion's tokens, and its KV blocks and slot on the workers."""
 
     request: Request
     arrival: int
@@ -71,7 +71,7 @@ class Sequence:
             self.prompt_alternatives[start : start + len(alternatives)] = alternatives
 
     def attach_start_report(self, output: Output) -> Output:
-        """Move start information and prompt log probabilities to the first output, and return the output."""
+        """Move the start information and the prompt log probabilities to the first output, and return the output."""
         output = output._replace(
             started=self.started, prompt_logprobs=self.prompt_logprobs, prompt_alternatives=self.prompt_alternatives
         )
@@ -119,7 +119,9 @@ class Sequence:
         return is_allowed and not self.num_in_flight and self.num_uncomputed == 1
 
     def limit_draft(self, draft: Seq[int], max_tokens: int) -> tuple[int, ...]:
-        """Return the start of a draft that can be verified in one step: no stop tokens, and one token must remain."""
+        """Return the part of a draft that can be verified in one step. It contains no stop tokens, and leaves room for
+        one sampled token.
+        """
         stop_ids, limit = self._all_stop_token_ids, min(max_tokens, self.num_remaining - 1)
         return tuple(itertools.takewhile(lambda token_id: token_id not in stop_ids, draft[: max(limit, 0)]))
 
@@ -129,7 +131,7 @@ class Sequence:
         return token_ids[-1] not in self._all_stop_token_ids and num_tokens < self._max_tokens
 
     def append(self, *new_ids: int) -> FinishReason | None:
-        """Append sampled tokens and the forced tokens that follow them. Return the finish reason, if any.
+        """Append sampled tokens and the forced tokens that follow them. Return the finish reason, or None.
 
         Only the last sampled token may be a stop token. Stop strings are checked outside the engine, by `Generation`.
         """

@@ -16,7 +16,7 @@ from lorax_server.plan import AdapterOp, Bools, Drafts, Ints, NewSequence, StepP
 
 
 class BatchColumns(NamedTuple):
-    """The sequences in a step, in plan order, and the `StepPlan` columns with one entry per sequence."""
+    """The sequences in a step, in plan order, and the `StepPlan` columns, which have one entry per sequence."""
 
     sequences: list[Sequence]
     slots: Ints
@@ -52,7 +52,7 @@ class SubmittedStep(NamedTuple):
 
     @property
     def is_decode(self) -> bool:
-        """Return True if every sequence computes its last token, and perhaps draft tokens."""
+        """Return True if every sequence computes only its last token and possibly draft tokens."""
         num_drafts = sum([len(draft) for draft in self.drafts.values()])
         return self.num_tokens - num_drafts == len(self.sampled) == len(self.columns.sequences) > 0
 
@@ -61,9 +61,9 @@ class SubmittedStep(NamedTuple):
         return self.first_rows[number] if self.first_rows else number
 
     def find_accepted(self, number: int, result: StepResult) -> range:
-        """Return the indices in `result.token_ids` of the valid tokens of a sequence.
+        """Return the indices of a sequence's valid tokens in `result.token_ids`.
 
-        They end with the first token that differs from its draft token, or with the token after the draft.
+        The last valid token is the first token that differs from its draft token, or the token after the draft.
         """
         if number not in self.drafts:
             return range(first := self.first_row(number), first + 1)
@@ -140,7 +140,7 @@ class SubmittedStep(NamedTuple):
                 sequence.num_computed -= 1 + len(self.drafts.get(index, ()))
 
     def find_largest_sequence(self) -> Sequence:
-        """Return the sequence that probably needs the most memory. Ties go to the newest sequence."""
+        """Return the sequence that probably needs the most memory. If there is a tie, return the newest sequence."""
         columns = self.columns
         counts, scores_prompt = columns.counts.tolist(), columns.scores_prompt.tolist()
         return max(zip(columns.sequences, counts, scores_prompt, strict=True), key=_memory_rank)[0]
@@ -152,7 +152,7 @@ def _memory_rank(entry: tuple[Sequence, int, bool]) -> tuple[bool, int, int, int
 
 
 class CachedDecodeBatch(NamedTuple):
-    """The sequences that decode one token in a step. Consecutive decode steps usually reuse the batch."""
+    """The sequences that each decode one token in a step. Consecutive decode steps usually reuse this batch."""
 
     version: int  # `FairQueue.version`, which changes with slot assignments and shares
     added: list[Sequence]  # in scheduling order
@@ -214,7 +214,8 @@ class StepBuilder:
     def chunk_size(self, sequence: Sequence, reserve: int = 0) -> int:
         """Return how many tokens of a sequence fit into the step if `reserve` tokens are reserved for other sequences.
 
-        All tokens of a chunk use the same adapter. Without chunks, the first sequence always fits.
+        All tokens in a chunk use the same adapter. If prompts cannot be split into chunks, the first sequence always
+        fits.
         """
         num_tokens = sequence.num_uncomputed
         if not self.can_chunk:

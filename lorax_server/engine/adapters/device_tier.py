@@ -1,4 +1,4 @@
-"""The device tier: each adapter has one extent in the adapter buffer, and an index for step plans."""
+"""The device tier. Each adapter on the device has an extent in the adapter buffer and an index for step plans."""
 
 import heapq
 import math
@@ -19,7 +19,7 @@ EXTRA_FREE_FRACTION = 0.03  # fraction of the buffer to free in addition, so tha
 
 
 class EvictionCandidates:
-    """Evictable adapters, least recently used first.
+    """The adapters that may be evicted, least recently used first.
 
     One instance serves all adapters that need space at the same time, so that each entry is checked only once.
     """
@@ -51,7 +51,7 @@ class EvictionCandidates:
 
 
 class DeviceTier:
-    """Manages adapter space in the device buffer, and adapter indices.
+    """Manages the adapters' space in the device buffer and their indices.
 
     An adapter is not evicted while a running sequence uses it, while it is pinned, loading or protected after loading,
     or while it has started requests but no host copy.
@@ -85,7 +85,7 @@ class DeviceTier:
 
     @property
     def needs_step(self) -> bool:
-        """Return True if a step must run to execute planned moves, even if it has no sequences."""
+        """Return True if a step must run to execute planned moves, even if the step has no sequences."""
         return self._space.needs_step
 
     @property
@@ -104,7 +104,7 @@ class DeviceTier:
         return ops
 
     def completed(self, step: int) -> None:
-        """Record a finished step. Loads may now overwrite freed space that the step has read."""
+        """Record a finished step. From now on, loads may overwrite freed space that the step has read."""
         self._space.completed(step)
 
     def loaded(self, indices: Iterable[int], now: float) -> list[AdapterEntry]:
@@ -177,7 +177,7 @@ class DeviceTier:
     def free_space(self, units: int, is_overdue: bool, candidates: EvictionCandidates) -> list[AdapterEntry]:
         """Evict adapters to free `units` buffer units, and compact the buffer. Return the evicted adapters.
 
-        The caller must check whether enough space is free.
+        This may free too little space, so the caller must check the result.
         """
         evicted = []
         is_short = self._space.num_free_units < units  # if False, space is fragmented or still being read
@@ -201,7 +201,7 @@ class DeviceTier:
         return victims
 
     def _drain(self, missing: int) -> None:
-        """Mark adapters as draining until they cover `missing` units, and one index if none is free.
+        """Mark adapters as draining until they cover `missing` units, and one index if no index is free.
 
         No new sequence starts with a draining adapter.
         """

@@ -1,4 +1,4 @@
-"""The host tier: adapters in host memory, prepared for copying to the device."""
+"""The host tier. Adapters in host memory are prepared, so that they can be copied to the device."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ class HostTier:
         return True
 
     def find_error(self, spec: AdapterSpec) -> AdapterError | None:
-        """Return an error if the adapter may exceed the host memory budget. This works before files are read."""
+        """Return an error if the adapter may exceed the host memory budget. This does not read the adapter files."""
         num_bytes = self._max_bytes(spec)
         if num_bytes <= self._num_bytes:
             return None
@@ -57,7 +57,7 @@ class HostTier:
         return spec.num_elements * self._itemsize
 
     def finish_preparing(self, entry: AdapterEntry, result: Prepared) -> None:
-        """Record a finished or failed preparation."""
+        """Record that an adapter has been prepared or could not be prepared."""
         self.num_preparing -= 1
         self.bytes_used += result.num_bytes - entry.num_bytes
         entry.is_preparing, entry.num_bytes = False, result.num_bytes

@@ -1,4 +1,4 @@
-"""Registry of resolved adapters, with a size limit."""
+"""A registry of resolved adapters that has a size limit."""
 
 import math
 from collections import OrderedDict
@@ -77,7 +77,9 @@ class AdapterRegistry:
         return identity in self._merges
 
     def add(self, spec: AdapterSpec) -> tuple[AdapterEntry, list[str]]:
-        """Add an adapter, or update its file location. Return its entry, and the identities of removed entries."""
+        """Add an adapter, or update its file location. Return its entry, and the identities of entries that were
+        removed.
+        """
         entry, forgotten = self.entries.get(spec.identity), []
         if entry is None:
             entry = self.entries[spec.identity] = AdapterEntry(spec)
@@ -124,7 +126,9 @@ class AdapterRegistry:
             self._merges.move_to_end(identity)
 
     def _evict_idle_entries(self, among: OrderedDict[str, AdapterEntry], limit: int) -> list[str]:
-        """Remove entries that are only on disk, least recently used first, down to `limit`. Return their identities."""
+        """Remove entries of adapters that are only on disk, least recently used first, until `limit` remain. Return
+        their identities.
+        """
         forgotten = []
         while len(among) > limit:
             identity, entry = next(iter(among.items()))

@@ -64,7 +64,7 @@ class ResolutionCache:
         return self._resolutions.get(key)
 
     def get_recent_failure(self, key: RefKey) -> RecentFailure | None:
-        """Return the last failure, or None if the source may be queried again."""
+        """Return the last failure, or None if there was no failure or the source may be queried again."""
         failure = self._failures.get(key)
         return failure if failure is not None and self._clock() < failure.retry_at else None
 
@@ -114,7 +114,9 @@ class ResolutionCache:
     # --- Without the lock: reads files --------------------------------------------------------------------------------
 
     def check_current(self, key: RefKey, adapter: FoundAdapter) -> bool:
-        """Return True if the adapter's files have not changed. Mark the files as used, so that they stay on disk."""
+        """Return True if the adapter's files have not changed. Also mark the files as used, so that they are not
+        evicted from disk.
+        """
         self._sources.mark_used(key[0], adapter.spec.checkpoints[0].folder)
         return adapter.is_unchanged()
 
@@ -139,7 +141,7 @@ class ResolutionCache:
 def is_incomplete_write(key: RefKey, resolution: Resolution | None, error: LoraxError) -> bool:
     """Return True if an error may be caused by incomplete writes to a local folder.
 
-    A file change during reading is not a sign of incomplete writes, unless the weights are truncated.
+    A file that changes while it is read does not indicate an incomplete write, unless the weights are truncated.
     """
     if not is_local(key) or not isinstance(error, AdapterError) or isinstance(error, AdapterNotFoundError):
         return False
@@ -151,7 +153,9 @@ def is_local(key: RefKey) -> bool:
 
 
 def copy_error(error: LoraxError, retry_after_s: float | None) -> LoraxError:
-    """Return a copy of the error with this `retry_after_s`. The traceback, which may contain secrets, is not copied."""
+    """Return a copy of the error with this `retry_after_s`. The copy has no traceback, because tracebacks may contain
+    secrets.
+    """
     same = copy.copy(error)
     same.retry_after_s = retry_after_s
     return same

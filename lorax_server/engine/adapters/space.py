@@ -6,7 +6,7 @@ Steps are numbered and run in order; several may be in flight. Three kinds of ac
 - a load writes its extent at any time between `allocate` and `loaded`, unordered relative to steps;
 - a move runs in order, just before the first step submitted after it was planned.
 
-"Completed" and "loaded" refer to all ranks. This leads to four rules:
+"Completed" and "loaded" mean on all ranks. These rules follow:
 
 1. Freed or vacated space may still be read by steps in flight and by moves of the next step. It becomes a hole,
    available to loads, when the last of these steps completes.
@@ -45,10 +45,10 @@ class _Extent:
 
 
 class AdapterSpace:
-    """Allocates one contiguous extent per adapter, and moves extents down if holes are too small.
+    """Allocates one contiguous extent per adapter, and plans moves to lower addresses if holes are too small.
 
     If `allocate` returns None, free adapters until `num_free_units` is large enough, call `compact`, and retry after
-    the next `completed` or `loaded`. Keeping a few percent free makes moves rare and short.
+    the next `completed` or `loaded`. If a few percent of the space are kept free, moves are rare and short.
     """
 
     def __init__(self, num_units: int, max_moved_units: int | None = None) -> None:
@@ -118,7 +118,7 @@ class AdapterSpace:
             self._add_hole(start, stop)
 
     def compact(self, units: int) -> None:
-        """Plan the cheapest moves that create a hole of `units` units, if moves are needed and possible.
+        """Plan the cheapest moves that create a hole of `units` units, if moves are necessary and possible.
 
         If the moves exceed the limit per step, the next call plans more moves.
         """
@@ -176,7 +176,7 @@ class AdapterSpace:
         return best
 
     def _vacate(self, start: int, stop: int) -> None:
-        """Turn a range of units into a hole, as soon as no step can access the range."""
+        """Turn a range of units into a hole as soon as no step can access the range."""
         if self._last_step == self._num_completed:
             self._add_hole(start, stop)
         else:

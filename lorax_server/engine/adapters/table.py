@@ -29,7 +29,9 @@ MAX_PREPARING = 4  # maximum concurrent preparations; enough to keep workers bus
 
 
 class AdapterTable:
-    """All adapters in one engine. Only the engine thread may use the table, except for `find_error` and `state`."""
+    """Tracks all adapters in an engine. Only the engine thread may use the table, except for `find_error` and
+    `state`.
+    """
 
     def __init__(
         self,
@@ -103,7 +105,8 @@ class AdapterTable:
         return self._registry.describe(identities, self._capabilities.itemsize)
 
     def request_load(self, identity: str, pin: bool | None = None) -> None:
-        """Request an adapter load, reported by `pop_loaded` or `pop_failed`. Pinned adapters are not evicted.
+        """Request that an adapter is loaded. `pop_loaded` or `pop_failed` reports the result. Pinned adapters are not
+        evicted.
 
         `pin=None` leaves the pin unchanged.
         """
@@ -119,7 +122,7 @@ class AdapterTable:
             self.ensure_loaded(identity)
 
     def unload_when_idle(self, identity: str) -> None:
-        """Unload an adapter, pinned or not, as soon as no request uses it."""
+        """Unload an adapter as soon as no request uses it, even if it is pinned."""
         entry = self._registry.get(identity)
         if entry is not None:
             self._device.pin(entry, False)
@@ -129,7 +132,7 @@ class AdapterTable:
             self._has_changed = True
 
     def prepared(self, result: Prepared) -> None:
-        """Record a finished or failed preparation."""
+        """Record that an adapter has been prepared or could not be prepared."""
         entry = self._registry[result.identity]
         self._has_changed = True
         self._host.finish_preparing(entry, result)
@@ -144,7 +147,7 @@ class AdapterTable:
             self._to_prepare[entry.identity] = entry
 
     def advance(self) -> None:
-        """Start preparing and loading waiting adapters while there is space.
+        """Start to prepare and load waiting adapters, as long as there is space.
 
         Adapters are processed in order of arrival, so freed space goes to the adapter that has waited longest.
         """
@@ -171,10 +174,10 @@ class AdapterTable:
 
     @property
     def deadline_s(self) -> float | None:
-        """Return the seconds until the first waiting adapter becomes overdue, or None.
+        """Return the seconds until the first waiting adapter becomes overdue, or None if no adapter is waiting.
 
-        The end of a new adapter's eviction protection needs no deadline: a sequence with the adapter is ready, so the
-        engine is stepping.
+        No deadline is needed for the end of a new adapter's eviction protection: a sequence with the adapter is ready,
+        so the engine is running steps.
         """
         firsts = [next(iter(queue.values())) for queue in (self._to_load, self._to_prepare) if queue]
         # Compare with the last `advance`, because an adapter that became overdue after it needs another `advance`.
@@ -204,7 +207,7 @@ class AdapterTable:
         return entry.index if entry.is_loaded and (has_started or not entry.is_draining) else None
 
     def is_merged(self, identity: str) -> bool:
-        """Return True if the adapter is a merge with request-specified weights."""
+        """Return True if the adapter is a merge, whose weights the request specifies."""
         return self._registry.is_merged(identity)
 
     def vocab_size(self, identity: str) -> int:
@@ -273,7 +276,7 @@ class AdapterTable:
 
     @property
     def needs_step(self) -> bool:
-        """Return True if a step must run to execute adapter operations, even if it has no sequences."""
+        """Return True if a step must run to execute adapter operations, even if the step has no sequences."""
         return bool(self._ops) or self._device.needs_step
 
     @property

@@ -1,1 +1,1 @@
-"""The engine in a separate process: messages, channel and client."""
+"""Runs the engine in a separate process. Contains the messages, the channel and the client."""

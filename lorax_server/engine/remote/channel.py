@@ -1,4 +1,4 @@
-"""The channel between the API process and the engine process: typed messages, as msgpack over ZeroMQ.
+"""The channel between the API process and the engine process, which exchange msgpack messages over ZeroMQ.
 
 API process            a folder with mode 0700                           engine process
     ClientChannel  PUSH ──> to_engine    (the engine listens)      ──> PULL  EngineChannel
@@ -40,7 +40,7 @@ ORPHAN_EXIT_TIMEOUT_S = 10.0  # maximum shutdown time after the API process exit
 
 
 class ClientChannel:
-    """The API process's side of the channel, for one engine process and one event loop.
+    """The API process's side of the channel. An instance belongs to one engine process and one event loop.
 
     The event loop watches the socket directly, because `zmq.asyncio` takes 0.2 ms per message, and every step sends a
     message. The process sentinel becomes readable when the engine process exits.
@@ -61,7 +61,7 @@ class ClientChannel:
     async def start(self, target: Callable[[str], None]) -> EngineInfo:
         """Start a process that runs `target(address)`, and wait until it accepts requests.
 
-        If the start fails, stop the process and raise. User errors are raised unchanged.
+        If the engine fails to start, stop the process and raise an error. User errors are raised unchanged.
         """
         try:
             self._launch(target, self.open())
@@ -85,7 +85,7 @@ class ClientChannel:
         return self._folder.name
 
     async def receive(self) -> messages.FromEngine | None:
-        """Return the next message, or None after the last message of a stopped engine."""
+        """Return the next message, or None if the engine has stopped and all its messages were returned."""
         data = await self._inbox.get()
         if data is None:
             self._inbox.put_nowait(None)  # put back for the next call
@@ -108,7 +108,7 @@ class ClientChannel:
         self._to_engine.send(data, zmq.NOBLOCK)
 
     async def stop(self) -> int | None:
-        """Stop the process, clean up, and return the exit code. After a cancellation, it can be called again."""
+        """Stop the process, clean up, and return the exit code. If this is canceled, it can be called again."""
         if self._process is not None:
             await self._stop_process(self._process)
         self.close()
@@ -253,7 +253,9 @@ class EngineChannel:
         self.wake.set()
 
     def _stop_after_parent_exit(self) -> None:
-        """Stop the engine after the API process exited. Kill this process after a timeout."""
+        """Stop the engine because the API process has exited. If the engine does not stop in time, kill this
+        process.
+        """
         shutil.rmtree(self._address, ignore_errors=True)
         self._inbox.put(messages.Stop())
         self.wake.set()

@@ -1,4 +1,4 @@
-"""Typed messages between the API process and the engine process, as msgpack."""
+"""Typed messages between the API process and the engine process, which are encoded as msgpack."""
 
 from collections.abc import Mapping, Sequence, Set
 from typing import Generic, TypeVar
@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 
 class ChannelError(EngineError):
-    """Raised for a message that cannot be sent or decoded."""
+    """Raised if a message cannot be sent or decoded."""
 
 
 # --- To the engine ----------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ class AdaptersReply(Reply[list[AdapterState]], frozen=True):
 
 
 class Done(Reply[None], frozen=True):
-    """The reply after an adapter was loaded, unloaded or forgotten."""
+    """The reply after an adapter was loaded or unloaded, or its resolution was forgotten."""
 
     result: None = None
 

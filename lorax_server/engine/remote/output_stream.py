@@ -1,4 +1,4 @@
-"""Per-request output stream from the engine client to its reader."""
+"""The output stream of a request, from the engine client to the reader."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ Handler = Callable[[Sequence[Output]], bool]  # returns True if it has handled t
 
 
 class OutputStream:
-    """Buffers outputs until the reader drains them. A handler may process outputs directly while the reader is blocked.
+    """Buffers outputs until the reader drains them. A handler may process outputs directly while the reader is waiting.
 
     The handler avoids waking one task per stream in every decode step, which would take longer than writing the data.
     """

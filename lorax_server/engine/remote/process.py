@@ -1,4 +1,4 @@
-"""The engine process: receives messages, steps the engine, and sends outputs.
+"""The engine process receives messages, runs engine steps, and sends outputs.
 
 Adapter names are resolved on separate threads, so a slow step does not delay requests that are still waiting for
 resolution.
@@ -99,9 +99,9 @@ class _EngineLoop:
     # --- Messages to the engine ---------------------------------------------------------------------------------------
 
     def _handle_urgent(self, message: messages.ToEngine) -> bool:
-        """Handle name resolution messages on the channel thread, without waiting for a step. This must not block.
+        """Handle a name resolution message on the channel thread, without waiting for a step. This must not block.
 
-        Return False for other messages, which the engine loop handles.
+        Return False if the engine loop must handle the message.
         """
         is_urgent = isinstance(message, messages.Resolve | messages.ForgetAdapter)
         if is_urgent:

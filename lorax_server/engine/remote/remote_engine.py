@@ -30,7 +30,7 @@ class RemoteEngine:
     """Starts an engine process, forwards requests to it, and restarts it after a crash.
 
     `target(config, address)` is a module-level function that builds an engine and calls `process.serve`. All methods
-    must run on one event loop. Outputs are buffered, so that slow readers do not delay other requests.
+    must run on one event loop. The client buffers outputs, so that slow readers do not delay other requests.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class RemoteEngine:
     async def stream(self, request: Request, handler: Handler | None = None) -> AsyncGenerator[list[Output], None]:
         """Yield lists of outputs as they arrive, or raise the request's error.
 
-        Closing the generator aborts the request. While the caller waits, outputs other than the last are passed to
-        `handler` first.
+        Closing the generator aborts the request. While the caller waits for outputs, `handler` receives them first,
+        except for the last outputs.
         """
         request_id = request.request_id
         assert request_id not in self._streams, f"request {request_id} was already added"
@@ -109,7 +109,7 @@ class RemoteEngine:
             self.abort(request_id)
 
     def abort(self, request_id: int, error: LoraxError | None = None) -> None:
-        """Abort a request. Its reader raises `error`, if given. Ignore requests that have finished."""
+        """Abort a request. If `error` is set, the reader raises it. Ignore requests that have finished."""
         stream = self._streams.pop(request_id, None)
         if stream is not None:
             stream.close(error)

@@ -1,4 +1,4 @@
-"""Guess the next token from earlier completions of the same adapter and tenant."""
+"""Guesses the next token from earlier completions of the same adapter and tenant."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ Scope = tuple[str, str]  # adapter identity, salt of the prefix cache
 
 
 class CompletionIndex:
-    """The most frequent token after each context of 1, 2, 4 and 8 tokens.
+    """Stores the most frequent token after each context of 1, 2, 4 and 8 tokens.
 
-    A context is stored as its hash, with one candidate and two counts. The candidate is replaced when another token
-    outvotes it (Boyer-Moore majority vote), so a context takes constant memory. When `max_entries` are in use, the
-    contexts that were not seen again since half of them were added are dropped.
+    A context is stored as its hash, with one candidate token and two counts. If other tokens outnumber the candidate,
+    one of them replaces it (Boyer-Moore majority vote), so each context takes constant memory. When there are
+    `max_entries` contexts, the contexts that were not seen again since half of them were added are dropped.
     """
 
     def __init__(self, max_entries: int) -> None:
@@ -36,7 +36,7 @@ class CompletionIndex:
         return len(self._new) + len(self._old)
 
     def add(self, token_ids: Sequence[int], first: int) -> None:
-        """Add the tokens from position `first` on, in the context of the tokens before them."""
+        """Add all tokens starting at position `first`, each in the context of the preceding tokens."""
         for position in range(max(first, 1), min(len(token_ids), first + MAX_COMPLETION_TOKENS)):
             token_id = token_ids[position]
             for order in ORDERS:
@@ -61,7 +61,7 @@ class CompletionIndex:
         self._new[key] = candidate << 16 | votes << 8 | count + 1
 
     def guess(self, context: Sequence[int]) -> Guess | None:
-        """Return the most frequent token after the longest known context, or None."""
+        """Return the most frequent token after the longest known context, or None if no context is known."""
         for number, order in enumerate(ORDERS):
             if order > len(context):
                 continue
@@ -75,7 +75,7 @@ class CompletionIndex:
 
 
 class AdapterHistory(NamedTuple):
-    """One tenant's completions with one adapter, and the accuracy of their guesses."""
+    """A tenant's completions with an adapter, and the accuracy of guesses from them."""
 
     completions: CompletionIndex
     accuracy: Accuracy
@@ -90,12 +90,14 @@ class Histories:
         self._tenants: OrderedDict[str, OrderedDict[Scope, AdapterHistory]] = OrderedDict()
 
     def find(self, tenant: str, scope: Scope) -> AdapterHistory:
-        """Return a history, or a new one."""
+        """Return the stored history, or a new history if there is none."""
         histories = self._tenants.get(tenant, OrderedDict())
         return histories.get(scope) or AdapterHistory(CompletionIndex(self._max_entries), Accuracy())
 
     def keep(self, tenant: str, scope: Scope, history: AdapterHistory) -> None:
-        """Store a history as the most recently used. Drop the least recently used ones beyond the limits."""
+        """Store a history and mark it as the most recently used. Drop the least recently used histories that exceed the
+        limits.
+        """
         histories = self._tenants.setdefault(tenant, OrderedDict())
         self._tenants.move_to_end(tenant)
         if len(self._tenants) > self._max_tenants:

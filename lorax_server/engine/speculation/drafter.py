@@ -1,4 +1,4 @@
-"""Propose draft tokens for each sequence, as many as are likely to save time."""
+"""Proposes draft tokens for each sequence if they are likely to save time."""
 
 from lorax_server.engine.sequence import Sequence
 from lorax_server.engine.speculation.completion_index import ORDERS, AdapterHistory, Histories
@@ -11,7 +11,7 @@ RETRY_TOKENS = 16  # tokens between attempts of a sequence without drafts, if se
 
 
 class _SequenceState:
-    """The last guesses for one sequence."""
+    """A sequence's last guesses."""
 
     def __init__(self, sequence: Sequence, history: AdapterHistory) -> None:
         self.history = history
@@ -24,12 +24,14 @@ class _SequenceState:
 class SpeculativeDrafter:
     """Guesses tokens from the request's own text, and from earlier completions of the same adapter and tenant.
 
-    The number of draft tokens follows from the accuracy of earlier guesses of the same kind, and from the measured
-    costs of a token relative to a step. It does not depend on the texts of other tenants.
+    The number of draft tokens depends on the accuracy of earlier guesses of the same kind, and on the measured cost of
+    a token relative to a step. It does not depend on the texts of other tenants.
     """
 
     def __init__(self, max_tokens: int, max_batch_size: int | None = None, histories: Histories | None = None) -> None:
-        """Propose at most `max_tokens` tokens, and none if more than `max_batch_size` sequences are running."""
+        """Propose at most `max_tokens` tokens per sequence, and no tokens if more than `max_batch_size` sequences are
+        running.
+        """
         self._max_tokens = max_tokens
         self._max_batch_size = max_batch_size
         self._histories = histories or Histories()
@@ -43,7 +45,7 @@ class SpeculativeDrafter:
         return len(self._states)
 
     def propose(self, sequence: Sequence, num_running: int) -> list[int]:
-        """Return draft tokens for the positions after the sequence's last token. May return none."""
+        """Return draft tokens for the positions after the sequence's last token, or no tokens."""
         if not self._may_pay_off(num_running) or self._costs.must_measure_plain:
             return []
         plain, overhead = self._costs.in_draft_tokens(num_running)
@@ -111,7 +113,7 @@ class SpeculativeDrafter:
         return self._histories.find(request.tenant, (request.adapter_identity, request.salt))
 
     def _may_pay_off(self, num_sequences: int) -> bool:
-        """Return True if drafts would save time if all their tokens were right."""
+        """Return True if drafts would save time if all their tokens were correct."""
         if self._max_batch_size is not None and num_sequences > self._max_batch_size:
             return False
         plain, overhead = self._costs.in_draft_tokens(num_sequences)

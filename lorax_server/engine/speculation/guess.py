@@ -1,4 +1,4 @@
-"""Guesses for the next token, and how often guesses of each kind were right."""
+"""Guesses for the next token, and statistics on how often each kind of guess was correct."""
 
 from typing import NamedTuple
 
@@ -8,14 +8,14 @@ MAX_COUNT = 128.0  # checks after which older checks lose weight
 
 
 class Guess(NamedTuple):
-    """A guess for the next token. Guesses of the same kind are right about equally often."""
+    """A guess for the next token. Guesses of the same kind are correct about equally often."""
 
     token_id: int
     kind: int
 
 
 class Accuracy:
-    """Estimates how often guesses of each kind are right, from the guesses so far."""
+    """Estimates how often each kind of guess is correct, based on all guesses so far."""
 
     def __init__(self) -> None:
         self._counts: dict[int, tuple[float, float]] = {}  # (right, all) by kind
@@ -31,5 +31,5 @@ class Accuracy:
 
 
 def bucket(length: int) -> int:
-    """Return the class of a match length: 0 for 1, 1 for 2 and 3, 2 for 4 to 7, and so on."""
+    """Return the bucket for a match length: 0 for 1, 1 for 2 and 3, 2 for 4 to 7, and so on."""
     return length.bit_length() - 1

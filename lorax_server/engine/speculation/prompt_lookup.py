@@ -1,4 +1,4 @@
-"""Guess the next token from earlier text in the same request: the prompt and the completion so far."""
+"""Guesses the next token from earlier text in the same request: the prompt and the completion so far."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ KINDS = 16  # kinds of other guesses have higher numbers
 
 
 class PromptLookup:
-    """The last position of each token and of each `LONG` tokens, for one sequence."""
+    """Stores the last position of each token, and of each run of `LONG` tokens, in a sequence."""
 
     def __init__(self, prompt_length: int) -> None:
         self._next = max(0, prompt_length - MAX_PROMPT_TOKENS)  # first position that is not indexed
@@ -19,7 +19,7 @@ class PromptLookup:
         self._after_long: dict[tuple[int, ...], int] = {}
 
     def update(self, token_ids: Sequence[int]) -> None:
-        """Index the tokens, except for the last one, because no token follows it yet."""
+        """Index the tokens, except for the last token, because no token follows it yet."""
         for position in range(max(self._next, self._first + 1), len(token_ids)):
             self._after_token[token_ids[position - 1]] = position
             if position - LONG >= self._first:
@@ -27,7 +27,9 @@ class PromptLookup:
         self._next = len(token_ids)
 
     def find(self, token_ids: Sequence[int]) -> tuple[int, int]:
-        """Return the position of the token that may come next, and the length of the match before it, or 0."""
+        """Return the position of the token that probably comes next, and the length of the match before this position.
+        The length is 0 if nothing matches.
+        """
         position = self._after_long.get(tuple(token_ids[-LONG:])) or self._after_token.get(token_ids[-1], 0)
         if not position:
             return 0, 0

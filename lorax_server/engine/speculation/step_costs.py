@@ -1,4 +1,4 @@
-"""Estimate how long decode steps take without drafts, and how much drafts add."""
+"""Estimates how long decode steps take without drafts, and how much time drafts add."""
 
 DECAY = 0.995  # weight of a step after the next step of the same kind
 IDLE_DECAY = 0.999  # weight of steps with drafts after a step without drafts, so that they are measured again
@@ -11,7 +11,7 @@ MAX_OUTLIER = 3.0  # a longer time than this multiple of the assumed time is cou
 
 
 class _Line:
-    """Fits a line to points, with decaying weights and an assumed slope."""
+    """Fits a line to points with decaying weights, and an assumed slope that counts as additional points."""
 
     def __init__(self) -> None:
         self.weight = self._x = self._y = self._xx = self._xy = 0.0
@@ -36,7 +36,9 @@ class _Line:
 
 
 class StepCosts:
-    """Fits the time of decode steps to their sequences, and the additional time of drafts to their tokens."""
+    """Estimates the time of decode steps from the number of sequences, and the additional time of drafts from the
+    number of draft tokens.
+    """
 
     def __init__(self) -> None:
         self._plain = _Line()  # seconds of steps without drafts, by number of sequences
@@ -46,12 +48,14 @@ class StepCosts:
 
     @property
     def must_measure_plain(self) -> bool:
-        """Return True if the next step should have no drafts, because too few such steps were measured."""
+        """Return True if the next step should have no drafts, because too few steps without drafts were measured."""
         interval = PLAIN_INTERVAL if self._plain.weight >= MIN_PLAIN_STEPS else 1
         return self._num_drafted_steps >= interval
 
     def record(self, num_sequences: int, num_drafted: int, seconds: float) -> None:
-        """Record a step in which every sequence decodes. The first step of each size is ignored: it records a graph."""
+        """Record a step in which every sequence decodes. The first step of each size is ignored, because it records a
+        graph.
+        """
         self._num_drafted_steps = self._num_drafted_steps + 1 if num_drafted else 0
         if (size := num_sequences + num_drafted) not in self._known_sizes:
             self._known_sizes.add(size)
@@ -67,7 +71,9 @@ class StepCosts:
             self._extra.add(num_drafted, seconds - self.estimate_plain(num_sequences))
 
     def estimate_plain(self, num_sequences: int) -> float:
-        """Estimate the seconds of a step without drafts. Before the first step, the unit is a token's time."""
+        """Estimate the time of a step without drafts, in seconds. Before the first step, the unit is the time of one
+        token.
+        """
         if not self._plain.weight:
             return PRIOR_RATIO + num_sequences
         count, seconds = self._plain.means()
@@ -75,7 +81,7 @@ class StepCosts:
         return seconds + slope * (num_sequences - count)
 
     def estimate_drafts(self, num_sequences: int) -> tuple[float, float]:
-        """Estimate the additional seconds of a step with drafts: fixed, and per draft token."""
+        """Estimate the additional seconds of a step with drafts. Return the fixed time and the time per draft token."""
         plain_s = self.estimate_plain(num_sequences)
         prior = plain_s / (PRIOR_RATIO + num_sequences)
         if not self._extra.weight:
@@ -89,7 +95,9 @@ class StepCosts:
         return max(fixed_s, 0.0), token_s
 
     def in_draft_tokens(self, num_sequences: int) -> tuple[float, float]:
-        """Return one sequence's share of a step without drafts, and of the fixed costs of drafts, in draft tokens."""
+        """Return one sequence's share of a step without drafts, and its share of the fixed costs of drafts, in units of
+        a draft token's cost.
+        """
         fixed_s, token_s = self.estimate_drafts(num_sequences)
         unit = num_sequences * token_s
         return self.estimate_plain(num_sequences) / unit, fixed_s / unit
