@@ -1,1 +1,1 @@
-"""LoRA adapters: configuration, tensors, identity, merging, and batches that mix adapters."""
+"""Adapters: their configuration, tensors, identity and sources, merging, and batches that mix adapters."""

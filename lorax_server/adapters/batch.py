@@ -1,4 +1,4 @@
-"""Map batch tokens to adapters, and store all adapter weights on the device."""
+"""Maps the tokens in a batch to adapters, and stores the weights of all adapters on the device."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +34,8 @@ class AdapterBatchMetadata:
 
 @dataclass(frozen=True)
 class AdapterArena:
-    """Memory for all adapters on the device: one flat buffer, without rank padding. Table row 0 is the base model.
+    """The memory for all adapters on the device: one flat buffer without rank padding, and the adapter tables. Table
+    row 0 is the base model.
 
     The buffer and the tables are never reallocated, so recorded graphs stay valid when adapters are loaded or evicted.
     """
@@ -57,7 +58,7 @@ class AdapterArena:
         return torch.tensor(sizes, device=self.table.device).view(-1, 2)
 
     def head_rows(self, adapter: int, name: str) -> "HeadRows":
-        """Return the LM head rows that an adapter replaces or adds. `name` is the head's module name."""
+        """Return the LM head rows that an adapter replaces or adds. `name` is the module name of the LM head."""
         target, index = self.targets[name], self.lora_targets[name].index
         fields: list[int] = self.host_table[adapter, index].tolist()
         count, new, size = fields[Field.NUM_ROWS], fields[Field.NUM_NEW_ROWS], target.inputs.size
@@ -68,7 +69,7 @@ class AdapterArena:
         )
 
     def classifier(self, adapter: int, name: str) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Return the weight and bias that replace a layer of a classification head, or None."""
+        """Return the weight and the bias with which an adapter replaces a layer of a classification head, or None."""
         target, index = self.targets[name], self.lora_targets[name].index
         fields: list[int] = self.host_table[adapter, index].tolist()
         count, size = fields[Field.NUM_NEW_ROWS], target.inputs.size
@@ -82,7 +83,7 @@ class AdapterArena:
 
 
 class HeadRows(NamedTuple):
-    """LM head rows that an adapter replaces or adds, as views into the arena buffer. May be empty."""
+    """The LM head rows that an adapter replaces or adds, as views into the arena buffer. There may be no rows."""
 
     row_ids: torch.Tensor  # IDs of replaced tokens, relative to this rank's vocabulary shard, ascending
     rows: torch.Tensor  # [rows, size]
@@ -91,7 +92,9 @@ class HeadRows(NamedTuple):
 
 @dataclass(frozen=True)
 class AdapterBatchData:
-    """Adapter inputs for model layers: each token's adapter, and the arena with all adapter weights."""
+    """The adapter inputs of the model layers: the adapter of each token, and the arena with the weights of all
+    adapters.
+    """
 
     meta: AdapterBatchMetadata
     arena: AdapterArena

@@ -1,4 +1,4 @@
-"""Parse the header of `adapter_model.safetensors` and map its tensors to modules and roles.
+"""Parses the header of `adapter_model.safetensors`, and maps its tensors to modules and roles.
 
 The header is validated before any memory is allocated. Tensor names of current and older PEFT versions are supported:
 module names may have wrapper prefixes or lack leading components, and may contain the adapter name.
@@ -33,7 +33,7 @@ WRAPPER_PREFIXES = {"base_model", "model", "module", "_forward_module", "_fsdp_w
 
 
 class TensorRole(Enum):
-    """An adapter tensor's role in its module. Values are PEFT's names."""
+    """An adapter tensor's role in its module. The values are the names that PEFT uses."""
 
     LORA_A = "lora_A"
     LORA_B = "lora_B"
@@ -89,9 +89,9 @@ class TensorInfo:
 
 
 def read_header(path: Path, name: str, stamp: Stamp | None = None) -> dict[str, TensorInfo]:
-    """Return a map from tensor name to metadata, checked against the file size. `name` is the adapter name.
+    """Return a map from tensor names to metadata, after checking it against the file size. `name` is the adapter name.
 
-    If `stamp` is given, raise SourceError if the file changed after that stamp was read.
+    If `stamp` is set, raise SourceError if the file has changed since the stamp was read.
     """
     label = f"adapter {name!r}"
     try:
@@ -219,7 +219,9 @@ def _parse_key(key: str, name: str) -> tuple[TensorRole | None, str]:
 
 
 def find_module(checkpoint_name: str, base_modules: set[str]) -> str | None:
-    """Return the base model module for a checkpoint name, ignoring wrapper prefixes and missing leading components."""
+    """Return the base model module for a module name in a checkpoint, or None. Wrapper prefixes and missing leading
+    components in the name are ignored.
+    """
     words = checkpoint_name.split(".")
     while True:
         rest = ".".join(words)

@@ -1,4 +1,4 @@
-"""Parse PEFT's `adapter_config.json` and reject settings that the server does not support."""
+"""Parses PEFT's `adapter_config.json`, and rejects settings that the server does not support."""
 
 import math
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from lorax_server.errors import AdapterError
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """Settings from `adapter_config.json`. Methods take module names as in transformers."""
+    """The settings in `adapter_config.json`. The methods accept the module names that transformers uses."""
 
     name: str
     r: int = 0
@@ -50,7 +50,9 @@ class AdapterConfig:
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def count_blocks(self, module: str) -> tuple[int, int]:
-        """Return the numbers of diagonal blocks in LoRA A and in LoRA B (1 unless the adapter is BD-LoRA)."""
+        """Return the number of diagonal blocks in LoRA A and in LoRA B. Both are 1 unless the adapter is a BD-LoRA
+        adapter.
+        """
         blocks = self.block_diagonal
         if blocks is not None and any(name in module for name in blocks.a):
             return blocks.blocks, 1
@@ -73,7 +75,7 @@ class AdapterConfig:
         return _has_suffix(module, self.target_modules) and self._is_layer(module)
 
     def is_target_parameter(self, parameter: str) -> bool:
-        """Return True if PEFT adapts this parameter. Other settings, such as `exclude_modules`, do not apply."""
+        """Return True if PEFT adapts this parameter. Settings such as `exclude_modules` do not apply to parameters."""
         return parameter in self.target_parameters or _has_suffix(parameter, self.target_parameters)
 
     def is_feedforward(self, module: str) -> bool | None:
@@ -130,7 +132,9 @@ class AdapterConfig:
         return PatternMatcher(self.name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle. Compiled patterns are omitted, so the new process has a full time budget."""
+        """Return the state to pickle. It omits compiled patterns, so the other process compiles them with a full time
+        budget.
+        """
         return {key: value for key, value in vars(self).items() if key != "_patterns"}
 
 
@@ -165,7 +169,7 @@ def parse_config(raw: Mapping[str, Any], name: str) -> AdapterConfig:
 
 
 def _read_method_fields(reader: ConfigReader, method: Method) -> dict[str, Any]:
-    """Return the values of the PEFT method's own config fields."""
+    """Return the values of the config fields that only this PEFT method has."""
     raw, flags = reader.raw, ("use_rslora", "use_dora", "lora_bias", "ensure_weight_tying")
     if method is Method.LORA:
         return {
@@ -191,7 +195,7 @@ def _read_method_fields(reader: ConfigReader, method: Method) -> dict[str, Any]:
 def check_base_model(
     config: AdapterConfig, model_type: str, model_class: str, base_type: str | None, task: str = "generate"
 ) -> None:
-    """Reject an adapter for another architecture before its weights are downloaded.
+    """Raise AdapterError if the adapter was trained for another architecture. Called before its weights are downloaded.
 
     `base_type` is the `model_type` of the base model that the adapter names. If it is None, incompatible adapters are
     rejected later by tensor shape.

@@ -1,7 +1,8 @@
-"""Convert an adapter to the device layout for one rank, so that loading it to the device is a plain copy.
+"""Converts an adapter to the device layout for one rank, so that loading it to the device is a single copy.
 
-Every PEFT method is reduced to four fields per module: low-rank factors (LoRA, VeRA, KaSA, replaced linear weights), an
-output scale (DoRA, IA3, norm weights), an output bias (all biases), and replaced rows (embedding and head).
+Adapters of all PEFT methods are converted to four fields per module: low-rank factors (LoRA, VeRA, KaSA, replaced
+linear weights), an output scale (DoRA, IA3, norm weights), an output bias (all biases), and replaced rows (embedding
+and head).
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +26,7 @@ NORM_BLOCK_ROWS = 1024  # rows cast to float32 at a time to compute DoRA norms
 
 @dataclass(frozen=True)
 class HostAdapter:
-    """An adapter shard for one rank. Offsets are relative to the start of `buffer`."""
+    """An adapter shard for one rank in host memory. Offsets are relative to the start of `buffer`."""
 
     buffer: torch.Tensor  # [num_elements], padded to a multiple of `UNIT_BYTES`
     table: torch.Tensor  # [num_targets, len(Field)]
@@ -35,16 +36,16 @@ class HostAdapter:
 
 
 def empty_table(num_targets: int) -> torch.Tensor:
-    """Return the base model's adapter table, which has no adapter weights."""
+    """Return the adapter table of the base model, which has no adapter weights."""
     table = torch.zeros(num_targets, len(Field), dtype=torch.long)
     table[:, :NUM_OFFSETS] = -1
     return table
 
 
 def check_ranks(adapter: AdapterWeights, targets: Mapping[str, AdapterTarget], max_rank: int | None) -> None:
-    """Reject an adapter whose rank the kernels do not support, before its tensors are read.
+    """Raise AdapterError if the kernels do not support an adapter's rank. This does not read its tensors.
 
-    The limit applies to linear layers and heads, not to embeddings.
+    The limit applies to linear layers and LM heads, but not to embeddings.
     """
     if max_rank is None:
         return
@@ -64,7 +65,8 @@ def prepare(
     group: ProcessGroup,
     pause: Callable[[], object] = lambda: None,
 ) -> HostAdapter:
-    """Return an adapter in this rank's device layout. All ranks call this together and agree on size and errors.
+    """Return an adapter in this rank's device layout. All ranks must call this together, and they agree on the size and
+    on errors.
 
     `pause` is called about every millisecond and may block, so that decode steps take priority. Large modules, VeRA's
     random matrices and KaSA's decompositions (up to 30 seconds) run without a pause.
@@ -260,7 +262,7 @@ class _PreparedModule:
         return self.target.shard_factors(lora_a, lora_b)
 
     def _shard_kasa_factors(self, lora_a: torch.Tensor, lora_b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return KaSA factors that also subtract the smallest singular components from the base model matrix.
+        """Return LoRA factors for KaSA that also subtract the smallest singular components of the base model matrix.
 
         Also set `scale` to 1, because the factors include the scale.
         """
@@ -292,7 +294,7 @@ class _PreparedModule:
         return numerator / denominator
 
     def _squared_norms(self) -> torch.Tensor:
-        """Return the squared norm of each output's weights in the adapted matrix, over this rank's inputs."""
+        """Return the squared norm of each row (output) of the adapted matrix, summed over this rank's inputs."""
         assert self.lora_a is not None
         assert self.lora_b is not None
         base, scale = self._base, self.weights.scale
@@ -313,13 +315,15 @@ class _PreparedModule:
         return torch.stack(squares).sum(0)
 
     def _num_rows(self) -> int:
-        """Return the number of rows on this rank, which is lower if the adapter has a smaller vocabulary."""
+        """Return the number of rows on this rank, which is smaller than in the base model if the adapter has a smaller
+        vocabulary.
+        """
         if self.target.kind is not TargetKind.EMBEDDING or self.weights.weight is None:
             return len(self._base)
         return min(len(self._base), max(0, len(self.weights.weight) - self._vocabulary.ranges[0][0]))
 
     def _replaced_rows(self, rows: slice) -> torch.Tensor:
-        """Return base model rows in float32, after substituting the rows that the adapter replaces."""
+        """Return base model rows in float32, with the adapter's rows in place of the rows that it replaces."""
         matrix = self.target.read(rows).to(torch.float32, copy=True)
         is_local = (self.row_ids >= rows.start) & (self.row_ids < rows.stop)
         if bool(is_local.any()):
@@ -335,7 +339,9 @@ class _PreparedModule:
         return self.new_rows + self.weights.scale * (lora_b[-count:].float() @ lora_a.float())
 
     def _complete_new_rows(self) -> None:
-        """Apply LoRA factors and DoRA magnitude to the rows of added tokens, which have no base model row."""
+        """Apply the LoRA factors and the DoRA magnitude to the rows of added tokens, which have no row in the base
+        model.
+        """
         rows, magnitude = self._adapted_new_rows(), self.weights.magnitude
         if magnitude is not None and len(rows):
             if self.target.kind is TargetKind.EMBEDDING:

@@ -1,4 +1,4 @@
-"""Compute the adapter identity: a hash of its tensors and settings."""
+"""Computes the adapter identity, which is a hash of the adapter's tensors and settings."""
 
 import hashlib
 import json
@@ -18,9 +18,10 @@ MIN_THREAD_BYTES = 1 << 23  # smaller files are hashed by fewer threads
 
 
 def identify(config: AdapterConfig, path: Path, tensors: Mapping[str, TensorInfo], stamp: Stamp | None = None) -> str:
-    """Return a hash of the adapter's tensors and settings. Tensor order in the file does not matter.
+    """Return a hash of the adapter's tensors and settings. The order of the tensors in the file does not affect the
+    hash.
 
-    If `stamp` is given, raise SourceError if the file changed after that stamp was read.
+    If `stamp` is set, raise SourceError if the file has changed since the stamp was read.
     """
     label = f"adapter {config.name!r}"
     items, num_bytes = list(tensors.items()), sum(info.stop - info.start for info in tensors.values())

@@ -1,7 +1,8 @@
-"""Merge adapters with the strategies of PEFT's `add_weighted_adapter`.
+"""Merges adapters with the strategies of PEFT's `add_weighted_adapter`.
 
-`linear` is exact: it concatenates the factors (PEFT's `cat`), so the rank is the sum of the ranks. The other strategies
-prune and combine A and B separately, which avoids building or decomposing a full matrix during a request.
+`linear` is exact: it concatenates the factors (PEFT calls this `cat`), so the rank is the sum of the adapters' ranks.
+The other strategies prune and combine A and B separately, which avoids building or decomposing a full matrix during a
+request.
 """
 
 import hashlib
@@ -16,7 +17,7 @@ from lorax_server.types import Merge
 
 
 class MergedAdapter:
-    """A merge of several adapters, computed lazily: `load` combines the tensors of one module."""
+    """A merge of several adapters. It is computed lazily: `load` combines the tensors of one module."""
 
     def __init__(self, adapters: Sequence[StoredAdapter], merge: Merge) -> None:
         for adapter in adapters:
@@ -43,7 +44,7 @@ class MergedAdapter:
 
     @property
     def _is_concatenated(self) -> bool:
-        """Return True if LoRA factors are concatenated instead of added."""
+        """Return True if this merge concatenates the LoRA factors instead of adding them."""
         return self._merge.strategy == "linear" or len(self._adapters) == 1
 
     def load(self, module: str) -> ModuleWeights:
@@ -91,7 +92,7 @@ def module_seed(seed: int, module: str) -> int:
 def combine(
     tensors: Sequence[torch.Tensor], weights: Sequence[float], merge: Merge, generator: torch.Generator
 ) -> torch.Tensor:
-    """Return the weighted combination of tensors with equal shapes, after pruning each one."""
+    """Prune each tensor, and return their weighted combination. The tensors must have equal shapes."""
     if merge.strategy.startswith("dare"):
         pruned = torch.stack([_drop_random(tensor, merge.density, generator) for tensor in tensors])
     else:
@@ -115,7 +116,7 @@ def _drop_smallest(tensor: torch.Tensor, density: float) -> torch.Tensor:
 
 
 def _drop_random(tensor: torch.Tensor, density: float, generator: torch.Generator) -> torch.Tensor:
-    """Return the tensor with random elements set to zero, and the rest rescaled to keep the mean."""
+    """Return the tensor with random elements set to zero, and the remaining elements rescaled to preserve the mean."""
     if density >= 1:
         return tensor
     return tensor * torch.bernoulli(torch.full_like(tensor, density), generator=generator) / density

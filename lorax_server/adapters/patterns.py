@@ -1,4 +1,6 @@
-"""Match untrusted regular expressions from adapter configs with the same results as PEFT, within a time budget."""
+"""Matches untrusted regular expressions from adapter configs, with the same results as PEFT and within a time
+budget.
+"""
 
 import re
 import re._parser as re_parser  # type: ignore[import-not-found]

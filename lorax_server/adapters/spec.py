@@ -1,4 +1,4 @@
-"""Adapter descriptions that the engine sends to the workers."""
+"""The descriptions of adapters that the engine sends to the workers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -43,7 +43,9 @@ class AdapterSpec:
 
     @property
     def invocation_tokens(self) -> tuple[int, ...]:
-        """aLoRA's invocation tokens. Merges have none, because aLoRA adapters cannot be merged."""
+        """The invocation tokens of an aLoRA adapter. Merges have no invocation tokens, because aLoRA adapters cannot be
+        merged.
+        """
         return self.checkpoints[0].config.invocation_tokens if len(self.checkpoints) == 1 else ()
 
     @property

@@ -1,4 +1,4 @@
-"""Base model modules that adapters can change."""
+"""Describes the base model modules that adapters can change."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -21,7 +21,7 @@ class TargetKind(Enum):
 
 
 class ExpertTarget(NamedTuple):
-    """The names in PEFT for a target of kind `EXPERTS`."""
+    """The names that PEFT uses for a target of kind `EXPERTS`."""
 
     num_experts: int
     top_k: int  # experts per token
@@ -33,7 +33,8 @@ class ExpertTarget(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class AdapterTarget:
-    """A base model module that adapters can change, named as in transformers, with this rank's shard of its weights.
+    """A base model module that adapters can change, with this rank's shard of its weights. Its name is the name in
+    transformers.
 
     For embeddings, the inputs are the vocabulary and the weight is `[inputs, outputs]`.
     """
@@ -59,7 +60,7 @@ class AdapterTarget:
     is_resizable: bool = False  # adapters may replace the layer with another number of outputs
 
     def read(self, rows: slice = slice(None)) -> torch.Tensor:
-        """Return rows of this rank's base model weight."""
+        """Return the given rows of this rank's base model weight."""
         assert self.weight is not None
         part = self.weight[rows]
         return part.read() if isinstance(part, StoredMatrix) else part
@@ -73,7 +74,7 @@ class AdapterTarget:
     def shard_factors(self, lora_a: torch.Tensor, lora_b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return this rank's shard of PEFT's factors `[rank, in]` and `[out, rank]`, in the layout of `Field`.
 
-        The factors of experts have the experts as an additional first dimension.
+        Factors for experts have an additional first dimension for the experts.
         """
         local_a, local_b = self.inputs.select(lora_a, dim=-1), self.outputs.select(lora_b, dim=-2).mT
         return (local_a.t() if self.kind is TargetKind.EMBEDDING else local_a), local_b

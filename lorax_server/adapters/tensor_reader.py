@@ -1,4 +1,4 @@
-"""Read adapter tensors from a file in large blocks instead of one call per tensor."""
+"""Reads adapter tensors from a file in large blocks instead of one tensor at a time."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +20,7 @@ _INFINITY_BITS = {
 
 
 class _ReadBlock:
-    """Adjacent tensors of one dtype that are read together."""
+    """Adjacent tensors with the same dtype, which are read together."""
 
     def __init__(self, dtype: str, start: int) -> None:
         self.dtype = DTYPES[dtype]
@@ -30,7 +30,9 @@ class _ReadBlock:
         self.is_finite = False
 
     def read(self, path: Path, stamp: Stamp) -> torch.Tensor:
-        """Return all elements. The file is not memory-mapped, because truncating a mapped file kills the process."""
+        """Return all elements in the block. The file is not memory-mapped, because truncating a mapped file would kill
+        the process.
+        """
         if self.elements is None:
             content = torch.empty(self.stop - self.start, dtype=torch.uint8)
             array: Any = content.numpy()
@@ -61,7 +63,9 @@ class TensorReader:
             self._blocks[key] = current
 
     def read(self, key: str) -> tuple[torch.Tensor, bool]:
-        """Return a tensor in its stored dtype (float64 as float32), and True if all elements are finite."""
+        """Return a tensor in its stored dtype (float64 is converted to float32), and True if all elements are
+        finite.
+        """
         info, block = self._tensors[key], self._blocks[key]
         elements = block.read(self._path, self._stamp)
         first = (info.start - block.start) // elements.itemsize
@@ -103,7 +107,7 @@ class MemoryReader:
 def is_finite(tensor: torch.Tensor) -> bool:
     """Return True if all elements are finite.
 
-    Bit patterns are compared as integers, because they are ordered by magnitude. This is 20 times faster than
+    The function compares bit patterns as integers, because they are ordered by magnitude. This is 20 times faster than
     `torch.isfinite` and uses one thread, so it does not compete with decode steps.
     """
     if not tensor.numel():

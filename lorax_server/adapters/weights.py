@@ -1,4 +1,4 @@
-"""Load adapter tensors module by module, validated against the base model."""
+"""Loads adapter tensors module by module, and validates them against the base model."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ MERGEABLE_ROLES = (*FACTORS, TensorRole.WEIGHT)
 
 @dataclass(frozen=True)
 class ModuleWeights:
-    """Adapter tensors for one module: unsharded, on the CPU, and finite.
+    """The adapter tensors for one module. They are unsharded, in CPU memory, and finite.
 
     The factors keep the file's dtype to save memory. All other tensors are float32.
     """
@@ -56,7 +56,7 @@ class AdapterWeights(Protocol):
     def modules(self) -> list[str]: ...
 
     def find_rank(self, module: str) -> int:
-        """Return the LoRA rank at a module, or 0 if the module has no LoRA factors. Does not read the file."""
+        """Return the LoRA rank at a module, or 0 if the module has no LoRA factors. This does not read the file."""
         ...
 
     def load(self, module: str) -> ModuleWeights: ...
@@ -104,7 +104,7 @@ class StoredAdapter:
             return identify(self.config, self.path, self.tensors)
 
     def find_merge_obstacle(self) -> str | None:
-        """Return a description of a setting or tensor that prevents merging, or None."""
+        """Return a description of the setting or tensor that prevents merging, or None if the adapter can be merged."""
         if self.config.method is not Method.LORA:
             return f"peft_type = {self.config.method.value}"
         if self.config.invocation_tokens:
@@ -152,7 +152,9 @@ class StoredAdapter:
         return self._contents.scales[module]
 
     def _find_output_scale(self, module: str, vector: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the module's (IA)³ output scale, including the input scale of a later module, or None."""
+        """Return the module's (IA)³ output scale, including the input scale of the module that follows it, or None if
+        there is no scale.
+        """
         scale = None if vector is None or self._contents.scales_inputs(module) else vector.flatten()
         if module not in self._contents.input_scales:
             return scale
@@ -164,7 +166,7 @@ class StoredAdapter:
 
     @cached_property
     def _projections(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return VeRA's shared matrices A and B, read from the file or generated from the seed as in PEFT."""
+        """Return VeRA's shared matrices A and B. They are read from the file, or generated from the seed as in PEFT."""
         (rank, inputs), (outputs, _) = self._contents.projection_shapes().values()
         if self.config.projection_seed is not None:
             return draw_vera_projections(self.config.projection_seed, rank, inputs, outputs)
@@ -173,7 +175,9 @@ class StoredAdapter:
 
     @contextmanager
     def _detecting_changes(self) -> Iterator[None]:
-        """Raise SourceError if the file changes while the context is active. The tensors must match the identity."""
+        """Raise SourceError if the file changes while the context is active, because the tensors must match the
+        identity.
+        """
         if self._stamp is None:
             yield
             return

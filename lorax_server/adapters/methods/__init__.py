@@ -1,1 +1,3 @@
-"""PEFT methods: config fields, tensor validation and conversion to LoRA factors."""
+"""The supported PEFT methods: their config fields, the validation of their tensors, and the conversion to
+LoRA factors.
+"""

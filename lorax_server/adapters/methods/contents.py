@@ -1,4 +1,4 @@
-"""Group adapter tensors by module and role, and validate them against the config and the base model."""
+"""Groups adapter tensors by module and role, and validates them against the config and the base model."""
 
 from collections.abc import Mapping
 
@@ -24,7 +24,9 @@ LORA_ROLES = {TensorRole.LORA_BIAS, TensorRole.MAGNITUDE, TensorRole.DIAGONAL, T
 
 
 class AdapterContents:
-    """Adapter tensors by module. The constructor raises AdapterError if they do not match config or base model."""
+    """The tensors of an adapter, grouped by module. The constructor raises AdapterError if they do not match the config
+    or the base model.
+    """
 
     def __init__(
         self, config: AdapterConfig, tensors: Mapping[str, TensorInfo], targets: Mapping[str, AdapterTarget]
@@ -63,7 +65,9 @@ class AdapterContents:
         self._check_invocation()
 
     def count_blocks(self, module: str) -> tuple[int, int]:
-        """Return the numbers of diagonal blocks in LoRA A and in LoRA B (1 unless the adapter is BD-LoRA)."""
+        """Return the number of diagonal blocks in LoRA A and in LoRA B. Both are 1 unless the adapter is a BD-LoRA
+        adapter.
+        """
         return self.config.count_blocks(self._checkpoint_names.get(module, module))
 
     def find_rank(self, module: str) -> int:
@@ -117,7 +121,9 @@ class AdapterContents:
         return matches[0]
 
     def _find_config_name(self, name: str) -> str:
-        """Return the name that patterns in the config match: the parameter's if `target_parameters` targets it."""
+        """Return the name that the patterns in the config must match: the parameter name if `target_parameters` targets
+        the module, or else the module name.
+        """
         parameter = f"{name}.weight"
         return parameter if self.config.is_target_parameter(parameter) else name
 
@@ -155,8 +161,8 @@ class AdapterContents:
     def _assign_input_scales(self) -> dict[str, tuple[str, int]]:
         """Return the IA3 input scales, keyed by the target that produces the scaled inputs.
 
-        Each value is the module whose inputs are scaled, and the first target output that the scale applies to. These
-        targets are also added to `keys`.
+        Each value contains the module whose inputs are scaled, and the index of the first target output that the scale
+        applies to. The targets are also added to `keys`.
         """
         assigned: dict[str, tuple[str, int]] = {}
         for module, keys in tuple(self.keys.items()):
@@ -179,7 +185,7 @@ class AdapterContents:
         return any(reader == module for reader, _ in self.input_scales.values())
 
     def _share_tied_rows(self) -> None:
-        """If embedding and head are tied, apply the replaced rows of either module to both.
+        """If the embedding and the LM head are tied, apply the replaced rows of either module to both modules.
 
         `modules_to_save` is excluded, because PEFT copies the weight for that module only.
         """
@@ -212,7 +218,9 @@ class AdapterContents:
                     )
 
     def _find_vocab_size(self) -> int:
-        """Return the vocabulary size with this adapter. Embedding and head must agree."""
+        """Return the vocabulary size with this adapter. Raise AdapterError if embedding and head have
+        different sizes.
+        """
         base = self._embedding.inputs.full
         sizes = {target.name: self._count_tokens(target.name, base) for target in self._vocabularies}
         changed = {name: size for name, size in sizes.items() if size is not None}
@@ -302,7 +310,7 @@ class AdapterContents:
                 raise self._error(keys[role], "requires lora_A and lora_B")
 
     def projection_shapes(self) -> dict[str, tuple[int, int]]:
-        """Return the shapes of VeRA's shared matrices. They are sized for the largest target module."""
+        """Return the shapes of VeRA's shared matrices, which are as large as the largest target module requires."""
         adapted = [self._targets[module] for module, keys in self.keys.items() if TensorRole.VERA_B in keys]
         inputs = max((target.inputs.full for target in adapted), default=0)
         outputs = max((self._expected_shape(target, TensorRole.VERA_B)[0] for target in adapted), default=0)
@@ -322,7 +330,9 @@ class AdapterContents:
                 self._check_shape(self.projections[matrix], expected)
 
     def _check_kasa(self) -> None:
-        """Reject KaSA for large matrices, because decomposing them would block the loading of other adapters."""
+        """Raise AdapterError for KaSA on large matrices, because their decomposition would delay the loading of other
+        adapters.
+        """
         modules = [module for module, keys in self.keys.items() if TensorRole.DIAGONAL in keys]
         for module in modules:
             size = min(self._targets[module].inputs.full, self._targets[module].outputs.full)
@@ -385,7 +395,7 @@ class AdapterContents:
 def _find_token_ids(
     config: AdapterConfig, embedding: AdapterTarget, head: AdapterTarget | None
 ) -> dict[str, tuple[int, ...]]:
-    """Return the trained token IDs, keyed by module. A list in the config refers to the embedding."""
+    """Return the trained token IDs, keyed by module. If the config contains a list, it applies to the embedding."""
     indices = config.token_indices
     if not isinstance(indices, Mapping):
         return {embedding.name: indices}

@@ -1,7 +1,7 @@
-"""LoRA factors for mixtures of experts, in the two forms that PEFT writes.
+"""Reads LoRA factors for mixtures of experts in the two forms that PEFT writes.
 
 Adapters trained with transformers 4 have one module per expert and matrix, `experts.7.gate_proj`. Adapters with
-`target_parameters` have one pair of factors for all experts of a layer: A is `[experts * rank, in]`, expert by expert,
+`target_parameters` have one pair of factors for all experts in a layer: A is `[experts * rank, in]`, expert by expert,
 and B is `[out, rank * experts]`, rank by rank. If both parameters of a module are targeted, PEFT wraps the module
 twice, and the tensors of the first parameter have the name `experts.base_layer`.
 """
@@ -27,7 +27,7 @@ Read = Callable[[TensorRole, str], torch.Tensor]
 
 
 class Factors(NamedTuple):
-    """The location of one target's factors in the file."""
+    """The location of a target's factors in the file."""
 
     keys: Mapping[str, list[str]]  # "A" and "B" -> one tensor per expert, or one tensor for all experts
     rank: int
@@ -35,7 +35,7 @@ class Factors(NamedTuple):
 
 
 class ExpertFactors:
-    """The LoRA factors for experts in one adapter. The constructor raises AdapterError for unsupported tensors."""
+    """The LoRA factors for experts in an adapter. The constructor raises AdapterError if a tensor is not supported."""
 
     def __init__(
         self, config: AdapterConfig, tensors: Mapping[str, TensorInfo], targets: Iterable[AdapterTarget]
@@ -57,7 +57,7 @@ class ExpertFactors:
             self._assign_fused(name, members, fused)
 
     def load(self, target_name: str, read: Read) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return factors `[experts, rank, in]` and `[experts, out, rank]`."""
+        """Return the factors A `[experts, rank, in]` and B `[experts, out, rank]` of a target."""
         target, factors = self._targets[target_name], self.by_target[target_name]
         experts = target.experts
         assert experts is not None
@@ -82,9 +82,11 @@ class ExpertFactors:
         return AdapterError(f"adapter {self._config.name!r}: {reason}")
 
     def _find_keys(self) -> dict[str, tuple[str, dict[tuple[str, int], dict[str, str]], dict[int, dict[str, str]]]]:
-        """Return for each module its name in the file, the tensors of single experts, and the tensors of all experts.
+        """Return, for each module, its name in the file, the tensors for single experts, and the tensors for all
+        experts.
 
-        The tensors are keyed by matrix and expert, or by nesting depth, and then by factor.
+        Tensors for single experts are keyed by matrix and expert, and tensors for all experts by nesting depth. The
+        inner keys are the factors.
         """
         found: dict[str, tuple[str, dict[tuple[str, int], dict[str, str]], dict[int, dict[str, str]]]] = {}
         modules = set(self._modules)
@@ -112,7 +114,7 @@ class ExpertFactors:
         members: list[tuple[AdapterTarget, ExpertTarget]],
         tensors: dict[tuple[str, int], dict[str, str]],
     ) -> None:
-        """Assign the tensors of adapters with one module per expert and matrix."""
+        """Assign the tensors of an adapter that has one module per expert and matrix."""
         for target, experts in members:
             if not any(matrix == experts.matrix for matrix, _ in tensors):
                 continue
@@ -141,7 +143,7 @@ class ExpertFactors:
     def _assign_fused(
         self, name: str, members: list[tuple[AdapterTarget, ExpertTarget]], tensors: dict[int, dict[str, str]]
     ) -> None:
-        """Assign the tensors of adapters with `target_parameters`."""
+        """Assign the tensors of an adapter with `target_parameters`."""
         targeted = [one for one in PARAMETERS if self._config.is_target_parameter(f"{name}.{one}")]
         if set(tensors) != set(range(len(targeted))) or any(len(group) != 2 for group in tensors.values()):
             raise self._error(

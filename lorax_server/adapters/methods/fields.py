@@ -1,4 +1,4 @@
-"""Adapter config fields of each PEFT method, and how to read them.
+"""Lists the adapter config fields of each PEFT method, and reads their values.
 
 A field is supported, relevant for training only, unsupported, or unknown. Unsupported and unknown fields are rejected
 unless they are disabled (null, false or empty), because a field from a newer PEFT version may change the result.
@@ -13,7 +13,7 @@ from lorax_server.errors import AdapterError
 
 
 class Method(Enum):
-    """A PEFT method. Values are the possible values of `peft_type` in the adapter config."""
+    """A PEFT method. The values are the supported values of `peft_type` in the adapter config."""
 
     LORA = "LORA"
     IA3 = "IA3"
@@ -23,7 +23,7 @@ class Method(Enum):
 
 @dataclass(frozen=True)
 class MethodFields:
-    """Adapter config fields of one PEFT method, grouped by how the server handles them."""
+    """The adapter config fields of a PEFT method, grouped by how the server handles them."""
 
     served: set[str]
     training: set[str]  # no effect on inference
@@ -91,7 +91,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class BlockDiagonal:
-    """BD-LoRA settings.
+    """The settings for BD-LoRA.
 
     LoRA A is block-diagonal in modules whose name contains an entry of `a`. The same applies to LoRA B and `b`.
     """
@@ -143,7 +143,9 @@ class ConfigReader:
             raise self.error("bias", f"must be one of {biases[0]}, {biases[1]} and {biases[2]}")
 
     def read_kasa(self) -> bool:
-        """Return True if the config enables KaSA. Reject its combination with DoRA or BD-LoRA, as PEFT does."""
+        """Return True if the config enables KaSA. Raise AdapterError if it also enables DoRA or BD-LoRA, as
+        PEFT does.
+        """
         value = self.raw.get("kasa_config")
         if value is None:  # an empty object enables KaSA with PEFT's defaults
             return False

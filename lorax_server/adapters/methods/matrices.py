@@ -1,4 +1,4 @@
-"""Express changes to whole base model matrices as LoRA factors `[rank, in]` and `[rank, out]` for one rank.
+"""Expresses changes to whole base model matrices as LoRA factors `[rank, in]` and `[rank, out]` for one rank.
 
 Matrices are processed in row blocks, because a whole float64 copy may not fit into memory.
 """
@@ -43,8 +43,8 @@ def compute_smallest_components(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return factors whose product is the base model matrix restricted to its `rank` smallest singular values.
 
-    Uses eigenvectors of the Gram matrix, all-reduced over ranks. Float64 compensates for its squared condition number.
-    All ranks call this together.
+    Uses the eigenvectors of the Gram matrix, which is all-reduced over the ranks. Float64 compensates for its squared
+    condition number. All ranks must call this together.
     """
     inputs, outputs = target.inputs, target.outputs
     by_inputs = _uses_input_gram(target)
@@ -75,7 +75,8 @@ def draw_vera_projections(seed: int, rank: int, inputs: int, outputs: int) -> tu
 def _uses_input_gram(target: AdapterTarget) -> bool:
     """Return True if the Gram matrix is computed over inputs, False if over outputs.
 
-    The dimension must not be sharded. If neither dimension is sharded, the smaller one is used.
+    The dimension of the Gram matrix must not be sharded. If neither dimension is sharded, the smaller dimension is
+    used.
     """
     inputs, outputs = target.inputs, target.outputs
     can_multiply_rows = outputs.size == outputs.full
@@ -100,7 +101,7 @@ def _compute_output_gram(target: AdapterTarget, pause: Pause) -> torch.Tensor:
 def _iterate_row_blocks(
     target: AdapterTarget, dtype: torch.dtype, pause: Pause
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield row slices and row blocks of the base model matrix."""
+    """Yield slices of rows, and the blocks of the base model matrix with these rows."""
     for start in range(0, target.outputs.size, BLOCK_ROWS):
         pause()
         rows = slice(start, min(start + BLOCK_ROWS, target.outputs.size))

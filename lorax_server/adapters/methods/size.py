@@ -1,4 +1,4 @@
-"""Estimate adapter memory from the file header."""
+"""Estimates how much memory an adapter needs, based on its file header."""
 
 import math
 from collections.abc import Mapping
@@ -26,10 +26,10 @@ def count_elements(config: AdapterConfig, tensors: Mapping[str, TensorInfo], max
 
 
 def _count_block_diagonal(blocks: BlockDiagonal, tensors: Mapping[str, TensorInfo]) -> int:
-    """Return the peak number of elements for expanding BD-LoRA factors to dense matrices.
+    """Return the peak number of elements in memory while BD-LoRA factors are expanded to dense matrices.
 
     The file stores only the diagonal blocks. The peak is the larger of (a) all dense factors plus a copy, and (b) all
-    dense factors plus the largest one in float32 (counted as two half-precision factors).
+    dense factors plus the largest factor in float32 (counted as two half-precision factors).
     """
     expanded = [
         math.prod(info.shape) * blocks.blocks
@@ -46,8 +46,8 @@ def _count_block_diagonal(blocks: BlockDiagonal, tensors: Mapping[str, TensorInf
 def _count_vera(config: AdapterConfig, tensors: Mapping[str, TensorInfo], max_inputs: int) -> int:
     """Return the number of elements for VeRA's shared projections and the factors that each module derives from them.
 
-    A float32 element counts as two half precision elements. The peak is either all factors in float32 (if the file is
-    read in one block), or one pair of factors in float32 and all pairs in half precision.
+    A float32 element counts as two half-precision elements. The peak is either all factors in float32 (if the file is
+    read in one block), or one pair of factors in float32 plus all pairs in half precision.
     """
     projection = find_projections(tensors, config.name).get("A")
     inputs = max_inputs if projection is None else max(tensors[projection].shape, default=0)

@@ -1,4 +1,4 @@
-"""Disk budget for downloaded adapters: least recently used versions are evicted by the thread that needs space.
+"""The disk budget for downloaded adapters. A thread that needs space evicts the least recently used versions.
 
 Caches use the huggingface_hub layout: one folder per repository, with `blobs/<digest>` and links in
 `snapshots/<version>`. The modification time of the mark file `.lorax/<version>` is the time of last use. Versions
@@ -32,7 +32,7 @@ EVICTION_TARGET_FRACTION = 0.9  # evict below the limit, so that the next downlo
 
 
 def compute_in_use_s(adapter_timeout_s: float) -> float:
-    """Return for how many seconds after its last use a cached version is protected from eviction."""
+    """Return the number of seconds after its last use for which a cached version is protected from eviction."""
     return max(MIN_IN_USE_S, min(adapter_timeout_s + MARK_INTERVAL_S, MAX_IN_USE_S))
 
 
@@ -42,7 +42,7 @@ def mark_path(folder: Path) -> Path:
 
 
 def mark_downloaded(folder: Path) -> None:
-    """Create the mark file of a downloaded version, so that the version counts towards the disk budget."""
+    """Create the mark file of a downloaded version, so that the version counts toward the disk budget."""
     mark = mark_path(folder)
     mark.parent.mkdir(parents=True, exist_ok=True)
     mark.touch()
@@ -58,7 +58,7 @@ def mark_used(folder: Path, min_age_s: float = 0.0) -> None:
 
 @dataclass(frozen=True)
 class CachedVersion:
-    """A cached adapter version. `used_at` is the time of last use."""
+    """An adapter version in a cache. `used_at` is the time of last use."""
 
     folder: Path
     used_at: float
@@ -66,7 +66,7 @@ class CachedVersion:
 
 
 class DiskBudget:
-    """Total disk space for several caches on one disk. Thread-safe.
+    """Limits the total disk space of several caches on one disk. All methods are thread-safe.
 
     `max_bytes` defaults to half of the free space plus the space that the caches use. Versions used within `in_use_s`
     are not evicted.
@@ -92,12 +92,12 @@ class DiskBudget:
         self._measured_at = float("-inf")
 
     def add_cache(self, cache: Path) -> None:
-        """Include a cache folder in the budget."""
+        """Add a cache folder to the budget."""
         self._caches.append(cache)
 
     @contextmanager
     def reserve_space(self, label: str, num_bytes: int, files: Collection[Path] = ()) -> Iterator[None]:
-        """Reserve disk space while the context is active, for a download. Evicts idle versions if necessary."""
+        """Reserve disk space for a download while the context is active. Evict idle versions if necessary."""
         download, is_finished = (num_bytes, files), False
         try:
             with self._lock:
@@ -166,7 +166,7 @@ class DiskBudget:
         self._measured_at = self._now()
 
     def _evict(self, versions: list[CachedVersion], sizes: Mapping[Path, int]) -> None:
-        """Evict the least recently used versions, or none if that would not free enough space."""
+        """Evict the least recently used versions. If this could not free enough space, evict no version."""
         idle: list[CachedVersion] = []
         in_use: set[Path] = set()
         for version in sorted(versions, key=lambda version: version.used_at):
@@ -188,7 +188,7 @@ class DiskBudget:
     def _remove(self, version: CachedVersion) -> int:
         """Remove a version unless it is in use, and return the freed bytes.
 
-        The mark is removed last, so that eviction can be repeated after a crash.
+        The mark file is removed last, so that the eviction can be repeated after a crash.
         """
         freed, repo = 0, version.folder.parent.parent
         others = [folder for folder in _list(version.folder.parent) if folder != version.folder]

@@ -1,4 +1,5 @@
-"""Download one file with resume, checksum verification and an atomic rename.
+"""Downloads a file. Interrupted downloads are resumed, checksums are verified, and complete files are renamed
+atomically.
 
 Neither `huggingface_hub.snapshot_download` (2.4) nor boto3's transfers (1.44) can do all of this (tested with local
 servers): resume a download from an earlier call, verify checksums, stop responses that are larger than announced, and
@@ -43,7 +44,7 @@ def is_complete(path: Path, size: int) -> bool:
 
 @contextmanager
 def convert_disk_errors(label: str) -> Iterator[None]:
-    """Convert disk errors into a SourceError."""
+    """Convert disk errors in the context to a SourceError."""
     try:
         yield
     except OSError as error:
@@ -82,7 +83,9 @@ def _download_and_verify(file: Download, deadline: float) -> None:
 
 
 def _receive(part_file: BinaryIO, file: Download, deadline: float) -> None:
-    """Append the missing bytes to the partial file. Make up to `MAX_ATTEMPTS` attempts while they make progress."""
+    """Append the missing bytes to the partial file. Make up to `MAX_ATTEMPTS` attempts, as long as each attempt makes
+    progress.
+    """
     for attempts_left in reversed(range(MAX_ATTEMPTS)):
         before = part_file.tell()
         if before >= file.size:

@@ -1,4 +1,4 @@
-"""Resolve adapters: download them, compute their identity, and cache the result until a file changes."""
+"""Resolves adapters: downloads them, computes their identity, and caches the result until a file changes."""
 
 import hashlib
 import json
@@ -71,7 +71,7 @@ class FoundAdapter:
 
 
 class AdapterFinder:
-    """Resolves adapters for one base model. Thread-safe."""
+    """Resolves adapters for one base model. All methods are thread-safe."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class AdapterFinder:
         self._base_types: TLRUCache[RefKey, str | None] = TLRUCache(MAX_BASE_TYPES, _expires_at, timer=clock)
 
     def find(self, ref: AdapterRef) -> FoundAdapter:
-        """Download an adapter if necessary and compute its identity. Blocks until the source responds."""
+        """Download an adapter if necessary, and compute its identity. Block until the source responds."""
         check = partial(self._check_config, make_ref_key(ref))
         failure = SourceError(f"adapter {ref.name!r}: a file changed while it was read; try again")
         for _ in range(MAX_ATTEMPTS):
@@ -133,7 +133,7 @@ class AdapterFinder:
     def _identify(self, name: str, fetched: FetchedAdapter) -> FoundAdapter | None:
         """Return the adapter with its identity, or None if a file changed after the source validated it.
 
-        Also returns None if a file changes during this call, because config and weights must be consistent.
+        Also return None if a file changes during this call, because config and weights must be consistent.
         """
         folder, config = fetched.folder, parse_config(fetched.config, name)
         weights = folder / WEIGHTS_FILE
@@ -163,7 +163,7 @@ class AdapterFinder:
         return FoundAdapter(spec, resolved, files, is_new=fetched.is_new)
 
     def _read_identity(self, config: AdapterConfig, path: Path, stamp: Stamp) -> tuple[str, int]:
-        """Return the adapter identity and the number of elements to reserve, cached by file stamp."""
+        """Return the adapter identity and the number of elements to reserve. The result is cached by file stamp."""
         settings = hashlib.sha256(json.dumps(config.identity_settings(), sort_keys=True).encode()).digest()
         key = (path, stamp, settings)
         with self._lock:
@@ -185,7 +185,9 @@ def _expires_at(_: RefKey, base_type: str | None, now: float) -> float:
 
 
 def _find_inode(path: Path) -> Stamp | None:
-    """Return the folder's device and inode. They change if the path is a link and its target changes."""
+    """Return the folder's device and inode, or None if it does not exist. They change if the path is a symlink and its
+    target changes.
+    """
     status = stat_or_none(path)
     return None if status is None else (status.st_dev, status.st_ino)
 

@@ -1,4 +1,4 @@
-"""Adapters and base models from a Hugging Face hub, cached in huggingface_hub layout.
+"""Provides adapters and base models from a Hugging Face hub, and caches them in the layout of huggingface_hub.
 
 Requests do not use huggingface_hub (2.4), because it shares cookies between all callers in a process, retries for a
 minute if a server hangs, and does not limit response sizes. See also `download.py`.
@@ -34,7 +34,7 @@ MAX_INFO_BYTES = 1 << 22
 
 
 class HubSource(RemoteSource):
-    """Adapters in hub repositories. A name is `owner/name` or `owner/name@revision`.
+    """A source of adapters in hub repositories. A name is `owner/name` or `owner/name@revision`.
 
     Requests use the caller's token or the configured token, never a token stored on this machine. In offline mode, all
     clients may use the files in the cache.
@@ -59,7 +59,9 @@ class HubSource(RemoteSource):
         self._tls = httpx2.create_ssl_context()
 
     def authorize(self, name: str, token: str | None) -> None:
-        """Raise an error unless the token grants file access. (Even gated repositories have a public file list.)"""
+        """Raise an error unless the token grants access to the files. Listing files is not enough, because even gated
+        repositories have a public file list.
+        """
         repo, revision = self._parse(name)
         if self._offline:
             return
@@ -82,7 +84,7 @@ class HubSource(RemoteSource):
         return files
 
     def base_model_type(self, name: str, token: str | None) -> str | None:
-        """Return `model_type` from the repository info, which is public even if the files are gated, or None."""
+        """Return `model_type` from the repository info, or None. The info is public even if the files are gated."""
         try:
             config = None if self._offline else self._request_info(name, token).get("config")
         except AdapterError:
@@ -108,7 +110,9 @@ class HubSource(RemoteSource):
             raise _invalid_response(label) from error
 
     def _read_info(self, repo: str, info: Mapping[str, Any]) -> AdapterFiles:
-        """Return the files in validated repository info. Commit and digests must be safe, since they become paths."""
+        """Validate the repository info and return its files. The commit and the digests must be valid, because they
+        become paths.
+        """
         try:
             siblings = {sibling["rfilename"]: sibling for sibling in info["siblings"]}
             chosen = {file: siblings[file].get("lfs") or siblings[file] for file in self._select_files(siblings)}

@@ -1,4 +1,4 @@
-"""Adapters in local folders below configured roots. Files are used in place."""
+"""Provides adapters in local folders below configured roots. The files are used in place."""
 
 import hashlib
 import os
@@ -19,7 +19,8 @@ SUBFOLDER_FLAGS = os.O_DIRECTORY | os.O_NOFOLLOW | getattr(os, "O_PATH", os.O_RD
 
 
 class LocalSource(Source):
-    """Adapter folders below `roots`. A name is a path relative to a root, or an absolute path inside a root.
+    """A source of adapters in folders below `roots`. A name is a path relative to a root, or an absolute path inside a
+    root.
 
     A root may be a symbolic link. It is resolved for each request, so it can be switched atomically.
     """
@@ -35,8 +36,8 @@ class LocalSource(Source):
     def find_watched_paths(self, name: str) -> WatchedPaths:
         """Return the possible adapter and template folders below each root.
 
-        Roots after the first match are skipped. They are not used, and a hanging file system must not
-        block the request.
+        Roots after the first match are skipped. They are not needed, and if their file system hangs, it must not block
+        the request.
         """
         roots = []
         for root in self._roots if is_unambiguous_name(name) else ():
@@ -79,7 +80,7 @@ class LocalSource(Source):
 
 
 def normalize_local_name(name: str, roots: Sequence[Path]) -> str:
-    """Return the canonical adapter name, without file system access.
+    """Return the canonical adapter name. This does not access the file system.
 
     `./poet`, `poet/`, `poet//.` and the absolute path of `poet` below the first root all become `poet`. An absolute
     path below another root is kept, because an earlier root may contain `poet` too. Invalid names are not changed.
@@ -119,7 +120,7 @@ def _links_outside_root(root: Path, name: str) -> bool:
 
 
 def _resolve_links(path: Path, name: str) -> Path | None:
-    """Return the path with links resolved, or None if permission to read a link is denied."""
+    """Return the path with links resolved, or None if the server may not read a link."""
     try:
         return Path(os.path.realpath(path))
     except PermissionError:
@@ -130,7 +131,9 @@ def _resolve_links(path: Path, name: str) -> Path | None:
 
 @contextmanager
 def _open_folder(folder: Path, root: Path) -> Iterator[int]:
-    """Yield a descriptor for a folder below the root. Links are not followed, even if created concurrently."""
+    """Yield a descriptor for a folder below the root. Links are never followed, even if they are created
+    concurrently.
+    """
     descriptor = os.open(root, SUBFOLDER_FLAGS)
     try:
         for name in folder.relative_to(root).parts:
@@ -175,7 +178,8 @@ def _list_folder(folder: Path, root: Path) -> list[str]:
 def _stamp_file_below_root(path: Path, root: Path, name: str) -> Stamp:
     """Return the stamp of a regular file below the root.
 
-    Readers compare the stamp with the file that they open, because the file may have been replaced by then.
+    Readers must compare the stamp with the file that they open, because the file may have been replaced in the
+    meantime.
     """
     real = _resolve_links(path, name)
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Base class for remote sources, which download files into a disk cache."""
+"""The base class of remote sources, which download files to a disk cache."""
 
 import logging
 import os
@@ -31,7 +31,7 @@ EVICTION_ATTEMPTS = 3  # retries if a version is evicted during its download
 
 
 class RemoteSource(Source):
-    """A remote source with a disk cache in huggingface_hub layout.
+    """A remote source with a disk cache, which has the layout of huggingface_hub.
 
     `lorax download` uses the same classes for base models, with `kind="model"`, a different `select_files` and no
     disk budget.
@@ -93,7 +93,9 @@ class RemoteSource(Source):
         return f"{self._kind} {name!r}"
 
     def _download_missing(self, files: AdapterFiles, folder: Path, names: Sequence[str], token: str | None) -> None:
-        """Download files, then link them into `folder`, so that the folder never contains incomplete files."""
+        """Download the missing files, and then link them into `folder`, so that the folder never contains incomplete
+        files.
+        """
         label = self._label(files.name)
         blobs = {file: folder.parent.parent / "blobs" / self._blob_name(files, file) for file in names}
         with self._reserve_space(label, folder, {blob: files.sizes[file] for file, blob in blobs.items()}):

@@ -1,6 +1,7 @@
-"""Adapters and base models from an S3 bucket.
+"""Provides adapters and base models from an S3 bucket.
 
-Uses the server's credentials and ignores request tokens. `download.py` explains why boto3's transfers are not used.
+The source uses the server's credentials and ignores the tokens in requests. `download.py` explains why boto3's
+transfers are not used.
 """
 
 import base64
@@ -26,7 +27,9 @@ RETRY_ADVICE = "try again later, or check the bucket's address and the server's 
 
 
 class S3Source(RemoteSource):
-    """Adapters in a bucket below `prefix`. A name is `path/of/adapter` or `s3://bucket/prefix/path/of/adapter`."""
+    """A source of adapters below `prefix` in a bucket. A name is `path/of/adapter` or
+    `s3://bucket/prefix/path/of/adapter`.
+    """
 
     kind = "s3"
 
@@ -94,7 +97,7 @@ class S3Source(RemoteSource):
         return {"Bucket": self._bucket, "Key": self._folder(files.name) + file, "IfMatch": files.tags[file]}
 
     def _list(self, folder: str, name: str) -> tuple[dict[str, tuple[int, str]], set[str]]:
-        """Return the size and ETag of each file in a folder, and the subfolder names."""
+        """Return the size and ETag of each file in a folder, and the names of its subfolders."""
         # The delimiter excludes subfolder contents.
         pages = self._client.get_paginator("list_objects_v2").paginate(
             Bucket=self._bucket, Prefix=folder, Delimiter="/", PaginationConfig={"MaxItems": MAX_KEYS}
@@ -163,7 +166,7 @@ def _make_client(endpoint_url: str | None, timeout_s: float) -> Any:
 
 
 def _is_valid(path: Path, head: Mapping[str, Any]) -> bool:
-    """Return True if the file matches the SHA-256 checksum or the MD5 in the ETag, or if there is neither."""
+    """Return True if the file matches the SHA-256 checksum or the MD5 hash in the ETag, or if neither exists."""
     expected, etag = str(head.get("ChecksumSHA256", "")), str(head.get("ETag", "")).strip('"')
     # With customer encryption keys, the ETag looks like an MD5 checksum but is not.
     is_encrypted = head.get("ServerSideEncryption", "AES256") != "AES256" or "SSECustomerAlgorithm" in head

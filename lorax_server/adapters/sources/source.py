@@ -1,4 +1,6 @@
-"""The adapter source interface, and `AdapterSources`, which authorizes, validates and downloads adapters."""
+"""Defines the interface of adapter sources, and `AdapterSources`, which authorizes, validates and downloads
+adapters.
+"""
 
 import hashlib
 import logging
@@ -40,7 +42,7 @@ RefKey = tuple[str, str, str | None]  # source, name, token hash
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """Metadata of the files in an adapter's current version."""
+    """The metadata of the files in the current version of an adapter."""
 
     source: str
     name: str  # without a revision
@@ -52,7 +54,7 @@ class AdapterFiles:
 
 
 class WatchedPaths(NamedTuple):
-    """Paths whose stamps or inodes change if an adapter changes."""
+    """The paths whose stamps or inodes change if an adapter changes."""
 
     # The stamp of at least one folder changes if the name resolves to another folder below the same roots, or if a
     # known file is added, removed or replaced. Folders may be missing.
@@ -61,7 +63,7 @@ class WatchedPaths(NamedTuple):
 
 
 class Source(ABC):
-    """An adapter source. Methods raise AdapterError, with the adapter name in the message."""
+    """An adapter source. The methods raise AdapterError, and the messages contain the adapter name."""
 
     kind: str
 
@@ -71,18 +73,20 @@ class Source(ABC):
 
     @abstractmethod
     def find(self, name: str, token: str | None) -> AdapterFiles:
-        """Return metadata of the adapter's files. `name` may include a revision."""
+        """Return the metadata of the adapter's files. `name` may include a revision."""
 
     @abstractmethod
     def fetch(self, files: AdapterFiles, names: Sequence[str], token: str | None) -> Path:
         """Download the named files if necessary, verify them, and return their folder."""
 
     def find_watched_paths(self, name: str) -> WatchedPaths:  # noqa: ARG002
-        """Return paths to check for adapter changes. Empty if only the remote source can detect changes."""
+        """Return the paths to check for adapter changes. There are none if only the remote source can detect
+        changes.
+        """
         return WatchedPaths()
 
     def mark_used(self, folder: Path) -> None:  # noqa: B027 - only remote sources need it
-        """Mark a downloaded version as used now, which protects it from eviction. May block on the file system."""
+        """Mark a downloaded version as used now, which protects it from eviction. This may block on the file system."""
 
     def base_model_type(self, name: str, token: str | None) -> str | None:
         """Look up a base model in this source and return its `model_type`, or None if it is unknown."""
@@ -115,7 +119,7 @@ class FetchedAdapter:
 
 
 class AdapterSources:
-    """The enabled sources. Checks access before downloading, and the config before the weights."""
+    """The enabled sources. Access is checked before anything is downloaded, and the config before the weights."""
 
     def __init__(
         self,
@@ -136,7 +140,9 @@ class AdapterSources:
         return tuple(self._sources)
 
     def find_watched_paths(self, source: str, name: str) -> WatchedPaths:
-        """Return paths to check for adapter changes. Empty if only the remote source can detect changes."""
+        """Return the paths to check for adapter changes. There are none if only the remote source can detect
+        changes.
+        """
         is_allowed = source in self._sources and _is_valid_name(name)
         return self._sources[source].find_watched_paths(name) if is_allowed else WatchedPaths()
 
@@ -175,7 +181,7 @@ class AdapterSources:
     def _base_model_type(self, source: str, token: str | None, name: str) -> str | None:
         """Return the `model_type` of base model `name`, or None if it is unknown.
 
-        The adapter's source is queried first, then the other sources without the token.
+        The adapter's source is queried first, with the token. Then the other sources are queried without a token.
         """
         if not _is_valid_name(name):
             return None
@@ -205,7 +211,9 @@ def _check_request(name: str, token: str | None) -> None:
 
 
 def _reject_medusa(origin: Source, files: AdapterFiles, token: str | None) -> None:
-    """Raise AdapterError for Medusa heads without a LoRA adapter. With a LoRA adapter, the heads are not used."""
+    """Raise AdapterError if the files contain Medusa heads but no LoRA adapter. If they contain both, the heads are not
+    used.
+    """
     size = files.sizes.get(MODEL_CONFIG_FILE, MAX_CONFIG_BYTES + 1)
     if CONFIG_FILE in files.sizes or size > MAX_CONFIG_BYTES:
         return
@@ -218,7 +226,7 @@ def _reject_medusa(origin: Source, files: AdapterFiles, token: str | None) -> No
 
 
 def _select_files(files: AdapterFiles, max_bytes: int) -> list[str]:
-    """Return the files to download. Raise AdapterError if a required file is missing or files are too large."""
+    """Return the files to download. Raise AdapterError if a required file is missing or the files are too large."""
     label, missing = f"adapter {files.name!r}", [file for file in REQUIRED_FILES if file not in files.sizes]
     pickles = [file for file in PICKLE_FILES if file in files.sizes]
     if WEIGHTS_FILE in missing and pickles:
