@@ -155,6 +155,20 @@ def request_body(route: Route) -> dict[str, Any]:
     return body
 
 
+def test_reduced_motion_stops_animations(visit: Callable[..., Playground], server: Server) -> None:
+    playground = visit(reduced_motion="reduce").open()
+    playground.choose("first")
+    with server.paused():
+        playground.send("The quick brown fox", "first")
+        expect(playground.answer("first")).to_have_attribute("data-state", "waiting")
+        animation = "body => getComputedStyle(body, '::after').animationName"
+        assert playground.answer("first").locator(".body").evaluate(animation) == "none"
+        playground.page.emulate_media(reduced_motion="no-preference")
+        assert playground.answer("first").locator(".body").evaluate(animation) == "blink"
+    playground.page.keyboard.press("Escape")
+    playground.wait()
+
+
 def test_page_is_usable_with_keyboard_only(playground: Playground) -> None:
     keyboard = playground.page.keyboard
     expect(playground.at("#prompt")).to_be_focused()

@@ -1,6 +1,7 @@
 import logging
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,14 @@ def test_missing_library_falls_back_to_reference_with_warning(
     assert [record.getMessage() for record in caplog.records] == [
         "no native CPU kernels; using the slower torch ops: the library was not built: reinstall lorax_server with a "
         "C++ compiler and check the build errors"
+    ]
+
+
+def test_macos_uses_reference_with_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(library, "sys", SimpleNamespace(platform="darwin"))
+    assert select_ops(torch.device("cpu")) is reference
+    assert [record.getMessage() for record in caplog.records] == [
+        "no native CPU kernels; using the slower torch ops: they exist only for Linux"
     ]
 
 
