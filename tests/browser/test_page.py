@@ -155,7 +155,7 @@ def request_body(route: Route) -> dict[str, Any]:
     return body
 
 
-def test_reduced_motion_stops_animations(visit: Callable[..., Playground], server: Server) -> None:
+def test_reduced_motion_stops_animations(visit: Visit, server: Server) -> None:
     playground = visit(reduced_motion="reduce").open()
     playground.choose("first")
     with server.paused():
