@@ -1,1 +1,3 @@
-"""The HTTP process: receives requests, forwards them to the engine, and writes responses. It does not import torch."""
+"""The API process receives HTTP requests, forwards them to the engine, and writes responses. It does not
+import torch.
+"""

@@ -26,7 +26,7 @@ CURSOR_PATTERN = f"^({NAME_CURSOR}|{HASH_CURSOR})"  # valid prefixes of `after`
 
 
 class PageQuery(BaseModel):
-    """Query parameters of `/v1/adapters`."""
+    """The query parameters of `/v1/adapters`."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -93,7 +93,7 @@ async def select_names(
 
 
 async def _list_by_name(service: Service, key: Key, query: PageQuery) -> list[_Entry]:
-    """Return listed adapters, at most one more than the page size. The extra entry indicates a next page."""
+    """Return the listed adapters for a page, and one more adapter if there is a next page."""
     after, count = query.after.removeprefix(NAME_CURSOR), query.limit + 1
     names = await select_names(service.model_names, key, query.search, after, count)
     return [_Entry(alias, name, service.adapter_index.latest_identity(name)) for alias, name in names]
@@ -121,7 +121,7 @@ def _make_cursor(last: _Entry, following: _Entry) -> str:
 def _list_additional(service: Service, key: Key, also: Sequence[str], page: Sequence[_Entry]) -> list[_Entry]:
     """Return the adapters in the `also` query parameter that the caller may use and that are not on the page.
 
-    Unlisted adapters that require a token are omitted, because the caller may not have one.
+    Unlisted adapters that require a token are omitted, because the caller may not have a valid token.
     """
     names, index, entries = service.model_names, service.adapter_index, dict[str, _Entry]()
     aliases, others = {entry.alias for entry in page}, {entry.name for entry in page if not entry.alias}

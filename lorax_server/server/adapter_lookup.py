@@ -1,4 +1,4 @@
-"""Resolves adapter names to identities for one request, including permissions, quotas and source tokens."""
+"""Resolves adapter names to identities for a request. Checks permissions and quotas, and handles source tokens."""
 
 import logging
 from typing import NamedTuple
@@ -92,7 +92,7 @@ class AdapterLookup:
         return await with_suggestions(error, name, source, self._service.model_names, self._key)
 
     async def _resolve_one(self, ref: AdapterRef) -> tuple[AdapterRef, Resolved]:
-        """Resolve one adapter, and return it with the ref that was used, which may include the caller's token.
+        """Resolve an adapter. Return the result and the ref that was used, which may include the caller's token.
 
         New names are charged to the caller's quota unless a transient error occurs.
         """
@@ -120,7 +120,9 @@ class AdapterLookup:
         return ref, adapter
 
     def _check_base_model(self, name: AdapterKey, base_model_name: str | None) -> None:
-        """Warn if an adapter was trained on a base model with another name. The warning is logged once per adapter."""
+        """Record a warning if an adapter was trained on a base model with another name. The warning is logged once per
+        adapter.
+        """
         names, warning = self._service.model_names, None
         if base_model_name is not None and not names.is_base_alias(base_model_name):
             warning = (

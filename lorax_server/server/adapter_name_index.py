@@ -1,4 +1,4 @@
-"""Index of resolved adapter names: their identities, pins and last errors."""
+"""An index of resolved adapter names, with their identities, pins and last errors."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Set

@@ -1,4 +1,4 @@
-"""The ASGI application: all routes, middleware and error handlers around one `Service`."""
+"""Creates the ASGI application, which contains all routes, the middleware and the error handlers for a `Service`."""
 
 import asyncio
 from collections.abc import Sequence

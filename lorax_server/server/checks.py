@@ -21,7 +21,7 @@ def check(is_valid: bool, message: str) -> None:
 
 
 def reject_unsupported_value(is_set: object, feature: str) -> None:
-    """Reject an unsupported value that would change the completion."""
+    """Raise an error if an unsupported value that would change the completion is set."""
     if is_set:
         raise NotSupportedError(f"{feature} is not supported yet; ignoring it would change the output")
 
@@ -46,7 +46,7 @@ def check_stop_strings(stops: Sequence[str], config: ServerConfig) -> None:
 
 
 def parse_logit_bias(logit_bias: Mapping[str, Any] | None) -> dict[int, float]:
-    """Check `logit_bias` and return it by token ID. JSON keys are always strings."""
+    """Check `logit_bias` and return it keyed by token ID, because keys in JSON are always strings."""
     biases = logit_bias or {}
     check(
         len(biases) <= MAX_LOGIT_BIASES, f"`logit_bias` supports up to {MAX_LOGIT_BIASES} tokens. Given: {len(biases)}"
@@ -68,7 +68,9 @@ def collect_sampling_fields(*sources: object) -> dict[str, Any]:
 
 
 def check_logprobs(count: int) -> None:
-    """Reject a request that could return too many log probabilities. `count` includes all prompts and completions."""
+    """Raise an error if a request could return too many log probabilities. `count` is the number over all prompts and
+    completions.
+    """
     check(
         count <= MAX_LOGPROBS_PER_REQUEST,
         f"the request could return {count} log probabilities; the limit is {MAX_LOGPROBS_PER_REQUEST}. Lower "

@@ -1,4 +1,4 @@
-"""Generations that run in the engine process, and helpers to run all generations of one response together."""
+"""Contains generations that run in the engine process, and helpers that run all generations of a response together."""
 
 import asyncio
 import time
@@ -33,7 +33,7 @@ class RemoteGeneration(Generation):
 
     @property
     def seed(self) -> int | None:
-        """The sampling seed; None for greedy decoding."""
+        """The sampling seed, or None for greedy decoding."""
         sampling = self.request.sampling
         return None if sampling.is_greedy else sampling.seed
 
@@ -86,7 +86,9 @@ def count_cached_tokens(generations: Sequence[RemoteGeneration]) -> int:
 
 
 async def finish_all(generations: Sequence[RemoteGeneration]) -> list[Completion]:
-    """Run all generations, set their `events` and return their completions. If one fails, the others are aborted."""
+    """Run all generations, set their `events` and return their completions. If one generation fails, all other
+    generations are aborted.
+    """
     events: list[list[TokenEvent]] = [[] for _ in generations]
     async with aclosing(interleave(generations)) as stream:
         async for index, new_events in stream:
@@ -109,7 +111,7 @@ class InputWindow:
         self._num_requests = 0
 
     async def finish_all(self, generations: Sequence[RemoteGeneration]) -> None:
-        """Run the generations of one request. If one fails, the others are aborted."""
+        """Run the generations of one request. If one generation fails, all other generations are aborted."""
         tasks, failures = set[asyncio.Task[Any]](), list[BaseException]()
         finished = asyncio.Event()
 
@@ -147,7 +149,9 @@ class InputWindow:
 
 
 async def interleave(generations: Sequence[RemoteGeneration]) -> AsyncGenerator[tuple[int, list[TokenEvent]], None]:
-    """Yield events as they arrive, with their generation's index. If one generation fails, the others are aborted."""
+    """Yield events as they arrive, with their generation's index. If one generation fails, all other generations are
+    aborted.
+    """
     if len(generations) == 1:
         async with aclosing(generations[0].stream()) as stream:
             async for events in stream:

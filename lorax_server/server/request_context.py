@@ -1,4 +1,4 @@
-"""State and lifecycle of one generation request, used by all generation routes.
+"""The state and the lifecycle of a generation request, which all generation routes use.
 
 A route passes a handler to `RequestContext.run`, which adds timeouts, error responses, logs and metrics. The handler
 calls `record_model`, `admit`, `resolve` and `prepare`. Authentication happens earlier, in the middleware.
@@ -61,7 +61,7 @@ MAX_INLINE_TOKENS = 2000  # including alternatives; encoding fewer tokens is fas
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """Request parameters except prompt and model, in the same form for all routes."""
+    """All request parameters except the prompt and the model, in the same form for all routes."""
 
     sampling: SamplingParams  # without the seed
     stop: StopParams  # without the model's EOS tokens
@@ -77,7 +77,9 @@ class RequestOptions:
     speculation: bool = True
 
     def count_logprobs(self, num_prompt_tokens: int, num_tokens: int, is_streamed: bool) -> int:
-        """Return the number of log probabilities kept in memory. Streams keep only prompt log probabilities."""
+        """Return the number of log probabilities that the request keeps in memory. Streams keep only those of the
+        prompt.
+        """
         count = 0
         if not is_streamed and (self.logprobs or self.sampling.num_alternatives):
             count += num_tokens
@@ -213,7 +215,7 @@ class RequestContext:
         )
 
     async def admit(self, count: int, is_streamed: bool) -> None:
-        """Acquire a permit for `count` completions, or raise if a limit is exceeded."""
+        """Acquire a permit for `count` completions. Raise if a limit is exceeded."""
         self.record.num_choices, self.record.is_streamed = count, is_streamed
         self._permit = self.service.rate_limits.acquire(self.key, count)
 
@@ -297,7 +299,9 @@ class RequestContext:
         return [completion.pooled for completion in completions if completion.pooled is not None]
 
     def check_unknown_fields(self, route: str, body: OpenSchema) -> None:
-        """Reject fields that would change the completion, and list ignored fields in a response header."""
+        """Raise if an unsupported field would change the completion. Otherwise, list the ignored fields in a response
+        header.
+        """
         self._ignored_fields += reject_unsupported(route, body.model_extra, vars(body))
 
     # --- Responses ----------------------------------------------------------------------------------------------------
@@ -444,7 +448,7 @@ class RequestContext:
 
     @property
     def first_event_fields(self) -> dict[str, str]:
-        """Extra fields for the first stream event."""
+        """Additional fields for the first stream event."""
         return {"adapter_tier": self._adapter_tier} if self._adapter_tier else {}
 
     def stream_headers(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""`Service`, the state that all requests share, and its startup and shutdown."""
+"""Defines `Service`, the state that all requests share, with its startup and shutdown."""
 
 import asyncio
 import logging
@@ -44,7 +44,7 @@ class Stoppable(Protocol):
 
 @dataclass(eq=False)
 class Service:
-    """State shared by all requests. Create it with `start`; it belongs to one event loop."""
+    """The state that all requests share. Create it with `start`. It belongs to one event loop."""
 
     config: ServerConfig
     engine: RemoteEngine
@@ -124,7 +124,9 @@ class Service:
                 self.adapter_index.pin(identity, named)
 
     def drain(self) -> None:
-        """Reject new requests. Requests still running after `drain_s` fail with "the server is shutting down"."""
+        """Reject new requests, and wait for running requests. Requests that still run after `drain_s` fail with "the
+        server is shutting down".
+        """
         if not self.is_draining:
             self.is_draining = True
             logger.info("shutting down: waiting up to %g s for %d requests", self.config.drain_s, len(self.running))
@@ -140,7 +142,7 @@ class Service:
     # --- Callers ------------------------------------------------------------------------------------------------------
 
     def identify(self, headers: Headers) -> Key:
-        """Return the caller's key from the request headers. Runs before the body is read."""
+        """Return the caller's key from the request headers. This runs before the body is read."""
         if self.is_draining:
             raise _shutting_down()
         return self.keys.identify(headers.get("authorization"))

@@ -1,4 +1,4 @@
-"""Base and adapter tokenizers, the threads that run them, and chat template rendering."""
+"""The tokenizers of the base model and of adapters, the threads that run them, and chat template rendering."""
 
 import asyncio
 import time
@@ -80,7 +80,7 @@ class Tokenizers:
     async def encode(
         self, tokenizer: TextTokenizer, text: str, add_special_tokens: bool, truncate: int | None = None
     ) -> list[int]:
-        """Return the token IDs of a text, at most the last `truncate` tokens."""
+        """Return the token IDs of a text. If `truncate` is set, return only the last `truncate` tokens."""
 
         def work() -> list[int]:
             ids = tokenizer.encode(text, add_special_tokens)
@@ -133,7 +133,9 @@ class Tokenizers:
     # --- Adapter tokenizers -------------------------------------------------------------------------------------------
 
     async def _load_once(self, files: TokenizerFolder) -> TextTokenizer:
-        """Load a tokenizer once for all concurrent requests and return it. Disconnects do not cancel the load."""
+        """Return a tokenizer, which is loaded once for all concurrent requests. If a client disconnects, the load
+        continues.
+        """
         task = self._loading.get(files.key)
         if task is None:
             task = self._loading[files.key] = asyncio.create_task(self._load(files))

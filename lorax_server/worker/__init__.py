@@ -1,1 +1,3 @@
-"""Executes the engine's step plans on one rank: model, KV cache, adapters and sampling."""
+"""Executes the engine's step plans on one rank. Contains the model runners, the KV cache, adapter memory and step
+inputs.
+"""

@@ -1,4 +1,4 @@
-"""Device memory for the adapters of one rank. The engine decides where each adapter is stored."""
+"""Manages the device memory for a rank's adapters. The engine decides where each adapter is stored."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ class AdapterMemory:
         """Allocate the buffer, and a table with `num_rows` rows: one row for each adapter index and the base model.
 
         Only rank 0 reports finished steps and loads to the engine. On the other ranks (`is_follower`), these steps and
-        loads may still be running, so loads wait for earlier steps, and steps wait for the loads they need.
+        loads may still be running, so loads wait for earlier steps, and steps wait for the loads that they need.
         """
         self._is_follower = is_follower
         self.num_units = num_units
@@ -154,6 +154,6 @@ class AdapterMemory:
 
 
 def _reserve_pinned_rows(*rows: torch.Tensor) -> None:
-    """Fill torch's pinned memory cache with table rows, because pinning during a load is slow."""
+    """Fill torch's cache of pinned memory with table rows, because pinning memory during a load is slow."""
     held = [row.pin_memory() for row in rows for _ in range(PINNED_ROWS)]  # all alive, so that memory is not reused
     del held

@@ -1,4 +1,4 @@
-"""Copy adapters from pageable host memory to a GPU while steps run.
+"""Copies adapters from pageable host memory to a GPU while steps run.
 
 Asynchronous copies need pinned memory. Pinning is slow and blocks other driver calls, so a few staging buffers are
 pinned at startup and all copies go through them in chunks.
@@ -20,7 +20,7 @@ COPIER_CHECK_INTERVAL_S = 0.1  # interval at which a waiting thread checks for a
 
 
 class CopyStream:
-    """A lowest-priority CUDA stream for copies from pinned memory."""
+    """A CUDA stream with the lowest priority, for copies from pinned memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device, priority=0)  # the lowest priority
@@ -43,7 +43,7 @@ class CopyStream:
 
 
 class CopyHandle:
-    """The state of one copy, returned by `Copier.start`."""
+    """The state of a copy that `Copier.start` has started."""
 
     def __init__(self) -> None:
         self.is_done = False
@@ -58,7 +58,7 @@ class _Task(NamedTuple):
 
 
 class _Buffer:
-    """A pinned staging buffer. The buffer can be reused after `copied_event`."""
+    """A pinned staging buffer. It can be reused after `copied_event`."""
 
     def __init__(self, pinned: torch.Tensor) -> None:
         self.pinned = pinned
@@ -128,7 +128,7 @@ class Copier:
             self.notify()
 
     def _run_task(self, task: _Task) -> None:
-        """Copy one adapter. The next chunk is staged while previous chunks are being copied."""
+        """Copy an adapter. The next chunk is staged while previous chunks are copied to the device."""
         source, target = task.source.view(torch.uint8), task.target.view(torch.uint8)
         staged = source.numpy()
         copied_event: torch.cuda.Event | None = None

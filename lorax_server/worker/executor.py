@@ -1,4 +1,6 @@
-"""Run step plans on several tensor-parallel ranks. Tested with CPU processes only, not yet with several GPUs."""
+"""Runs step plans on several tensor-parallel ranks. This has been tested with CPU processes, but not with
+several GPUs.
+"""
 
 import logging
 import multiprocessing
@@ -125,7 +127,7 @@ class TensorParallelExecutor:
         self._folder.cleanup()
 
     def _find_cause(self, error: BaseException) -> BaseException:
-        """Return the error of the rank that exited first, or `error` if no rank reports an error in time."""
+        """Return the error of the rank that failed first, or `error` if no rank reports an error in time."""
         self._watcher.join(timeout=RANK_ERROR_WAIT_S)
         return self._failure or error
 
@@ -195,7 +197,7 @@ def _run_rank(config: EngineConfig, rank: int, rendezvous: str, connection: Conn
 
 
 def receive_plan(connection: Connection) -> StepPlan:
-    """Wait for the next step plan and return it. If the wait is long, return free memory to the system."""
+    """Wait for the next step plan and return it. During a long wait, return free memory to the system."""
     if not connection.poll(IDLE_BEFORE_TRIM_S):
         trim_malloc()
     plan: StepPlan = pickle.loads(connection.recv_bytes())

@@ -1,8 +1,8 @@
-"""Record all layers of a step as a graph, and replay the graph with one call.
+"""Records all layers of a step as a graph, and replays the graph with one call.
 
 On a GPU, CUDA graphs for decode steps and mixed steps are captured at startup for some sizes, and steps are padded to
-the next size. On a CPU, `CpuGraph`s for decode steps are recorded on first use, one per size. Embedding and LM head are
-not part of the graphs.
+the next size. On a CPU, one `CpuGraph` per decode batch size is recorded when the size is first used. The embedding and
+the LM head are not part of the graphs.
 """
 
 import itertools
@@ -53,7 +53,9 @@ def _truncate_sizes(ladder: Sequence[int], max_size: int) -> list[int]:
 
 
 class GraphSizes(NamedTuple):
-    """Token counts for which graphs are captured, in ascending order. An empty list disables graphs."""
+    """The token counts for which graphs are captured, in ascending order. An empty list disables graphs for this kind
+    of step.
+    """
 
     decode: Sequence[int] = ()
     mixed: Sequence[int] = ()
@@ -178,7 +180,7 @@ class StepGraphs:
         self._planned.clear()
 
     def _plan(self, key: GraphKey, graph: _Graph, adapters: bytes, adapter_data: AdapterBatchData | None) -> None:
-        """Refresh the graph's LoRA plan if the batch has different adapters than in the last replay."""
+        """Refresh the graph's LoRA plan if the adapters of the batch have changed since the last replay."""
         if self._planned.get(key) != adapters:
             assert graph.context.adapter_data is not None
             self._planned.pop(key, None)  # stays invalid if the refresh runs out of memory
@@ -220,7 +222,9 @@ class StepGraphs:
         )
 
     def _describe(self, size: int, segments: _Segments | None = None) -> AdapterBatchData:
-        """Return the adapter data of a padded batch. In graphs, `segments` is None, because it changes per replay."""
+        """Return the adapter data of a padded batch. In graphs, `segments` is None, because the segments change in each
+        replay.
+        """
         assert self._memory is not None
         padded = AdapterBatchMetadata(self._inputs.adapter_indices[:size], *(segments or ([], [])))
         return AdapterBatchData(padded, self._memory.arena, in_graph=segments is None)
@@ -234,7 +238,7 @@ class StepGraphs:
     # --- CPU graphs ---------------------------------------------------------------------------------------------------
 
     def _record(self, key: GraphKey) -> bool:
-        """Record a CPU graph and return True. If recording fails, disable graphs and return False."""
+        """Record a CPU graph and return True. If recording fails, disable all CPU graphs and return False."""
         assert self._recorder is not None
         adapter_data = self._describe(key.size) if key.has_adapters else None
         if adapter_data is not None:
@@ -323,10 +327,11 @@ def _pad(adapter_data: AdapterBatchData | None, size: int) -> _Segments:
 
 
 def measure_graphs(model: PagedCausalLM, memory: AdapterMemory | None, sizes: GraphSizes, tables: SlotTables) -> int:
-    """Return the estimated memory of all graphs in bytes, before the KV cache is allocated.
+    """Estimate the memory of all graphs in bytes.
 
-    This captures graphs for the two largest sizes with a KV cache of one block, and discards them. The largest graph
-    determines the shared memory pool. Each smaller graph is assumed to take as much memory as the second largest.
+    Call this before the KV cache is allocated. This captures graphs for the two largest sizes with a KV cache of one
+    block, and discards them. The largest graph determines the shared memory pool. Each smaller graph is assumed to take
+    as much memory as the second largest.
     """
     if not sizes.decode:
         return 0

@@ -1,4 +1,4 @@
-"""Build step inputs from a step plan and from per-slot tables on the device."""
+"""Builds step inputs from a step plan and from per-slot tables on the device."""
 
 import itertools
 from dataclasses import replace
@@ -18,7 +18,7 @@ MAX_SPLIT_KEYS = 8192  # limit per sequence; with more keys, one attention call 
 
 
 class SelectedSlots(NamedTuple):
-    """The `SlotTables` entries of some slots. They are valid until one of these slots is written."""
+    """The `SlotTables` entries of selected slots. They are valid until one of these slots is written."""
 
     key: bytes
     slots: torch.Tensor
@@ -28,7 +28,7 @@ class SelectedSlots(NamedTuple):
 
 
 class SlotTables:
-    """The tokens, KV blocks, prompt length and sampling parameters of each slot.
+    """Stores the tokens, KV blocks, prompt length and sampling parameters of each slot.
 
     The host has copies of all values except sampled tokens, because reading device memory would synchronize. Derived
     values are computed in numpy, which is faster than torch for small arrays.
@@ -94,7 +94,7 @@ class SlotTables:
         self.write_tokens(_concatenate_ranges(firsts, plan.drafts.counts), token_ids)
 
     def compute_kv_slots(self, slots: Ints, positions: Ints) -> Ints:
-        """Return the KV cache position of each token, given its slot and position in the sequence."""
+        """Return the KV cache slot of each token, given its sequence slot and its position in the sequence."""
         kv_slots: Ints = self._shifts[slots, positions // self.block_size] + positions
         return kv_slots
 
@@ -187,8 +187,8 @@ def _concatenate_ranges(starts: Ints, counts: Ints) -> Ints:
 def split_forced_tokens(plan: StepPlan, prompt_lengths: Ints) -> StepPlan:
     """Return a plan in which each forced or draft token is a separate entry, like a decode token.
 
-    The tokens then use the same CPU graphs as decode tokens, with bitwise equal results. Prompts are not split, and
-    long sequences only if they have draft tokens. Whether a sequence is split does not depend on other sequences.
+    The tokens then use the same CPU graphs as decode tokens, with bitwise equal results. Prompts are not split. Long
+    sequences are split only if they have draft tokens. Whether a sequence is split does not depend on other sequences.
     `prompt_lengths` is indexed by slot.
     """
     num_keys = plan.counts * (plan.starts + plan.counts)
@@ -214,9 +214,9 @@ def split_forced_tokens(plan: StepPlan, prompt_lengths: Ints) -> StepPlan:
 
 
 def count_mask_bytes(max_num_seqs: int, vocab_size: int) -> int:
-    """Return the maximum GPU memory for `MaskUploader` in bytes. Its stream has a separate memory pool.
+    """Return the maximum GPU memory for `MaskUploader`, in bytes. Its stream has a separate memory pool.
 
-    Masks of two steps can be in flight.
+    The masks of two steps can be in flight at the same time.
     """
     num_bytes = max_num_seqs * (torch.int64.itemsize + count_mask_words(vocab_size) * torch.int32.itemsize)
     return 2 * -(-num_bytes // CUDA_SEGMENT_BYTES) * CUDA_SEGMENT_BYTES
@@ -256,7 +256,9 @@ class MaskUploader:
 
 
 class _ColumnSlices(NamedTuple):
-    """The position of each column in the int64 array of step inputs. Pairs of int32 values are packed into int64."""
+    """The position of each column in the int64 array of step inputs. Two int32 values are packed into each int64
+    element.
+    """
 
     sequences: slice  # three columns: slots, numbers of cached tokens, numbers of new tokens
     bounds: slice  # one int32 column: sequence bounds
@@ -289,8 +291,9 @@ class _Columns(NamedTuple):
 class StaticInputs:
     """Step inputs at fixed device addresses, for graphs.
 
-    On a GPU, one copy uploads all values that the host knows. On CPUs, these values are written in place. Tokens and
-    block tables are gathered on the device. Padding sequences have length 0. Padding tokens have no KV cache entries.
+    On a GPU, a single copy uploads all values that the host knows. On a CPU, these values are written in place. Tokens
+    and block tables are gathered on the device. Padding sequences have length 0. Padding tokens have no KV cache
+    entries.
     """
 
     def __init__(self, tables: SlotTables, num_tokens: int, num_seqs: int) -> None:

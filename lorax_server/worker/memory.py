@@ -1,4 +1,4 @@
-"""Divide device memory between the KV cache, adapters and steps. Reject configurations that do not fit."""
+"""Divides device memory between the KV cache, adapters and steps, and rejects configurations that do not fit."""
 
 import logging
 from collections import Counter
@@ -52,7 +52,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 
 class StepMemory(NamedTuple):
-    """GPU memory for steps, in bytes. Weights, adapters and KV cache are not included."""
+    """The GPU memory for steps, in bytes. It does not include the weights, the adapters and the KV cache."""
 
     step: int = 0  # peak memory of the largest step
     graphs: int = 0
@@ -110,7 +110,7 @@ def model_bytes(model: PagedCausalLM | PooledModel) -> int:
 
 
 def find_weight_format(model: PagedCausalLM | PooledModel) -> str:
-    """Return the formats of quantized weights, or else the dtype that most weights are stored in."""
+    """Return the formats of the quantized weights. If no weights are quantized, return the dtype of most weights."""
     if model.weight_format:
         return model.weight_format
     sizes: Counter[torch.dtype] = Counter()
@@ -216,7 +216,9 @@ def warn_if_cache_is_small(model: PagedCausalLM, config: EngineConfig, num_block
 
 
 class MemoryReportLine(NamedTuple):
-    """A line in the memory report: current size and limit, in bytes, and the flag that changes the limit."""
+    """A line in the memory report, with the current size and the limit in bytes, and the flag that changes
+    the limit.
+    """
 
     name: str
     in_use: int
@@ -227,7 +229,7 @@ class MemoryReportLine(NamedTuple):
 def report_memory(
     model: PagedCausalLM, config: EngineConfig, memory: AdapterMemory | None, num_blocks: int, step_memory: StepMemory
 ) -> list[MemoryReportLine]:
-    """Log and return the device's memory usage. On a CPU, the last line is the process's RSS."""
+    """Log and return how the device's memory is used. On a CPU, the last line is the resident memory of the process."""
     cache, arena = num_blocks * block_bytes(model, config.block_size), None if memory is None else memory.arena
     buffer = 0 if arena is None else arena.buffer.nbytes
     tables = 0 if arena is None else arena.host_table.nbytes + arena.scales.nbytes
@@ -257,7 +259,7 @@ def report_memory(
 
 
 def out_of_memory_error(model: PagedCausalLM, num_adapter_bytes: int) -> ConfigError:
-    """Return the error for insufficient GPU memory during startup, after loading the weights."""
+    """Return the error for the case that GPU memory is not sufficient after the weights are loaded."""
     free, total = torch.cuda.mem_get_info(model.device)
     return ConfigError(
         f"GPU memory of {total} bytes is not sufficient: weights take {model_bytes(model)}, adapters may take "

@@ -1,4 +1,4 @@
-"""Model properties that the engine needs and that do not depend on configuration."""
+"""Finds the model properties that the engine needs and that do not depend on the configuration."""
 
 import sys
 

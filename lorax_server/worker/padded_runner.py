@@ -1,4 +1,4 @@
-"""Run steps of models without a paged implementation, in padded batches through transformers."""
+"""Runs steps of models that have no paged implementation, in padded batches with transformers."""
 
 import logging
 from collections.abc import Mapping
@@ -77,7 +77,7 @@ class _Request(NamedTuple):
 
 
 class _SequenceResult(NamedTuple):
-    """One sequence's result in a step."""
+    """The result of a step for one sequence."""
 
     token_id: int
     logprob: float
@@ -130,7 +130,9 @@ class PaddedRunner:
         return ticket
 
     def _continue(self, plan: StepPlan) -> PaddedBatch | None:
-        """Return the batch without finished sequences. The order is kept, because reordering would copy the cache."""
+        """Return the batch without finished sequences. The order stays the same, because reordering would copy the
+        cache.
+        """
         new_sequences = {new.slot for new in plan.new_sequences}
         starts = zip(plan.slots.tolist(), plan.starts.tolist(), strict=True)
         running = {slot: start for slot, start in starts if slot not in new_sequences}
@@ -195,7 +197,8 @@ def _check_plan(plan: StepPlan) -> None:
 
 
 def _remaining_tokens(new: NewSequence) -> StoppingCriteria:
-    """Return stopping criteria with the number of remaining tokens, which determines the batch's memory size.
+    """Return stopping criteria that contain only the number of remaining tokens, which determines the memory of the
+    batch.
 
     The engine checks all other stop conditions.
     """
@@ -204,7 +207,9 @@ def _remaining_tokens(new: NewSequence) -> StoppingCriteria:
 
 
 def _score_prompt(batch: PaddedBatch, row: int, logits: torch.Tensor) -> tuple[list[float], list[Alternatives] | None]:
-    """Return log probabilities and alternatives for the prompt tokens. Previously generated tokens are excluded."""
+    """Return log probabilities and alternatives for the prompt tokens. For a resumed sequence, previously generated
+    tokens are excluded.
+    """
     chooser = batch.next_token_choosers[row]
     prompt_length, count = chooser.prompt_length, chooser.sequence_sampling.params.num_alternatives
     num_generated = batch.input_lengths[row] - prompt_length

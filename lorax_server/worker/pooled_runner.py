@@ -1,4 +1,4 @@
-"""Run steps of models that do not generate text: whole sequences, one step each, without a KV cache."""
+"""Runs steps of models that do not generate text. Each sequence is computed in a single step, without a KV cache."""
 
 import itertools
 from collections.abc import Sequence
@@ -31,7 +31,9 @@ MAX_NUM_SEQS = 256
 
 
 class PooledTicket(NamedTuple):
-    """A step in flight: the results of all sequences, concatenated. They are on the host after the `done` event."""
+    """A step in flight with the concatenated results of all sequences. The results are on the host after the `done`
+    event.
+    """
 
     step: int
     shapes: list[tuple[int, ...]]
@@ -90,7 +92,9 @@ def _record_event(device: torch.device) -> torch.cuda.Event | None:
 def make_context(
     model: PooledModel, lengths: list[int], second_starts: Sequence[int], adapter_data: AdapterBatchData | None = None
 ) -> SequenceContext:
-    """Return the context for a batch of sequences. `second_starts` are the starts of second texts, or 0."""
+    """Return the context for a batch of sequences. `second_starts` contains the position at which the second text of
+    each sequence starts, or 0.
+    """
     device, counts = model.device, np.array(lengths, np.int64)
     bounds = np.concatenate([[0], counts.cumsum()])
     positions = np.arange(bounds[-1]) - np.repeat(bounds[:-1], counts)

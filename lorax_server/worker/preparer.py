@@ -1,4 +1,4 @@
-"""Prepare adapters on a background thread: read files, convert weights and compute norms while steps run."""
+"""Prepares adapters on a background thread: reads files, converts weights and computes norms while steps run."""
 
 import logging
 import threading

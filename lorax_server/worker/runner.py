@@ -1,4 +1,6 @@
-"""Run steps of a paged model, from the step plan to the sampled tokens. The host receives results asynchronously."""
+"""Runs steps of a paged model, from the step plan to the sampled tokens. Results are copied to the host
+asynchronously.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,7 +33,7 @@ PROMPT_LOGPROB_CHUNK_TOKENS = 256
 
 
 class ScoredPrompts(NamedTuple):
-    """Log probabilities and alternatives of prompt tokens, concatenated over prompts."""
+    """The log probabilities and alternatives of prompt tokens, concatenated over all prompts."""
 
     counts: list[int]  # number of scored tokens per prompt
     num_alternatives: list[int]  # number of requested alternatives per prompt
@@ -231,7 +233,7 @@ class PagedRunner:
                 del self._adapter_data[key]
 
     def _score(self, hidden: torch.Tensor, chosen: Ints, plan: StepPlan, tokens: StepTokens) -> torch.Tensor:
-        """Return the logits for the tokens with indices `chosen`."""
+        """Return the logits of the tokens with the indices `chosen`."""
         adapter_indices, counts = plan.adapter_indices, plan.counts
         if len(chosen) < len(hidden):
             hidden = hidden[to_device(chosen, self._device)]
@@ -303,7 +305,7 @@ class PagedRunner:
 
 
 def _find_runs(adapter_indices: Ints, counts: Ints) -> tuple[list[int], list[int]]:
-    """Return segment bounds and adapters, as `find_segments` does. Entry `i` covers `counts[i]` tokens."""
+    """Return the segment boundaries and adapter indices, like `find_segments`. Entry `i` covers `counts[i]` tokens."""
     firsts = np.flatnonzero(np.diff(adapter_indices, prepend=-1))
     bounds = np.concatenate([[0], counts.cumsum()])
     return [*bounds[firsts].tolist(), int(bounds[-1])], adapter_indices[firsts].tolist()

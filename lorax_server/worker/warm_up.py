@@ -1,4 +1,4 @@
-"""Compile all GPU kernels at startup, because compiling during a request takes seconds."""
+"""Compiles all GPU kernels at startup, because compiling a kernel during a request would delay it by seconds."""
 
 import itertools
 import logging
@@ -71,7 +71,9 @@ def warm_up(
 
 
 def make_dummy_lora_batch(memory: AdapterMemory, tokens: int) -> AdapterBatchData:
-    """Return a batch with a dummy adapter that targets every module. Its weights are the buffer's first bytes."""
+    """Return the adapter data for a batch with a dummy adapter that targets every module. Its weights are the first
+    bytes of the adapter buffer.
+    """
     arena, device = memory.arena, memory.arena.buffer.device
     table = torch.cat([arena.host_table[:1], torch.zeros_like(arena.host_table[:1])])
     linears = [target for target in arena.targets.values() if target.kind is TargetKind.LINEAR]
@@ -89,7 +91,7 @@ def make_dummy_lora_batch(memory: AdapterMemory, tokens: int) -> AdapterBatchDat
 
 
 def _run_head_lora(model: PagedCausalLM, data: AdapterBatchData) -> None:
-    """Run the separate LoRA kernels for the LM head, which are used for adapters that replace LM head rows."""
+    """Run the separate LoRA kernels for the LM head, which the server uses if an adapter replaces LM head rows."""
     head = model.lm_head
     outputs, inputs = head.linear.weight.shape
     x = head.linear.plain.new_zeros(len(data.meta.adapter_indices), inputs)

@@ -65,7 +65,7 @@ GPU_MIXED_TOKENS = 2048  # takes about 50 ms with an 8B model on an H200
 
 
 class Runner(Protocol):
-    """Runs the steps of one model, in order."""
+    """Runs the steps of a model in order."""
 
     def submit(self, plan: StepPlan) -> Any: ...
 
@@ -88,7 +88,7 @@ class Worker:
         can_retry: bool = False,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
-        """Create the worker. With `can_retry`, a step that runs out of memory is retried.
+        """Create the worker. If `can_retry` is set, a step that runs out of memory is retried.
 
         On a GPU, steps and adapter operations run in order on `stream`.
         """
@@ -109,7 +109,7 @@ class Worker:
             self._memory.on_loaded(notify)
 
     def submit(self, plan: StepPlan) -> LoraxError | None:
-        """Start a step, and retry once if it runs out of memory.
+        """Start a step. If it runs out of memory and retries are enabled, retry it once.
 
         If the retry also fails, run the step without sequences and return an error.
         """
@@ -237,7 +237,7 @@ def _build_pooled(config: EngineConfig, pooling: PoolingConfig) -> Worker:
 def is_paged(config: EngineConfig) -> bool:
     """Return True if the model has a paged implementation.
 
-    Also return True for an unreadable config, because loading the model reports the error.
+    Also return True if the config cannot be read, because loading the model then reports the error.
     """
     try:
         return model_types.is_paged(json.loads((config.model.path / MODEL_CONFIG_FILE).read_text()))

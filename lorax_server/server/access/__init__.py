@@ -1,1 +1,1 @@
-"""API keys, rate limits, and resolution of model and adapter names."""
+"""API keys, rate limits, and the lookup of model and adapter names."""

@@ -1,6 +1,7 @@
 """Watches the folder in `--adapters-dir` for new and removed adapters, so that changes need no restart.
 
-The folder is polled: inotify misses changes that other machines make on a network file system, and replaced symlinks.
+The folder is polled, because inotify misses changes that other machines make on a network file system, and replaced
+symlinks.
 """
 
 import logging
@@ -21,14 +22,14 @@ MAX_LOGGED_FOLDERS = 100  # limits the warnings about skipped folders
 
 
 class FolderScan(NamedTuple):
-    """Names of subfolders that contain an adapter."""
+    """The names of the subfolders that contain an adapter."""
 
     names: list[str]
     skipped: dict[str, str]  # name and reason of each folder that requests cannot name
 
 
 class FolderWatcher:
-    """Calls `on_change` with the adapter names in a folder, at the start and after each change.
+    """Calls `on_change` with the adapter names in a folder when it starts and after each change.
 
     After the first call, `on_change` runs on a background thread. Only names are compared. Adapter files are read
     when a request names the adapter.

@@ -65,7 +65,9 @@ class Permissions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Key(Permissions, frozen=True):
-    """An authenticated caller. On a server without keys every caller is `Key()`, which may use everything."""
+    """An authenticated caller. On a server without keys, every caller is `Key()`, which may use all adapters and the
+    base model.
+    """
 
     name: str = ""
 
@@ -172,8 +174,8 @@ class KeyRing:
     def _find_key(self, authorization: str | None) -> Key | None:
         """Return the key for a bearer token, looked up by digest. The cost does not depend on the number of keys.
 
-        A constant-time comparison is not needed: lookup time can only leak digest bits. Clients cannot choose the
-        digest of a guess, and a digest does not reveal the secret.
+        A constant-time comparison is not needed, because the lookup time can leak only digest bits. Clients cannot
+        choose the digest of a guess, and a digest does not reveal the secret.
         """
         if authorization is None or len(authorization) > MAX_HEADER_CHARACTERS:
             return None

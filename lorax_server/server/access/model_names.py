@@ -1,6 +1,7 @@
-"""Maps the `model` or `adapter_id` of a request to the base model, a listed adapter, or a name in an adapter source.
+"""Maps the field `model` or `adapter_id` in a request to the base model, a listed adapter, or a name in an adapter
+source.
 
-Listed names are the names in `/v1/models`: aliases and the subfolders of `--adapters-dir`.
+Listed names are the adapter names in `/v1/models`: aliases and the subfolders of `--adapters-dir`.
 """
 
 import asyncio
@@ -228,7 +229,7 @@ class ModelNames:
         return key.may_use(self.default_source, alias, self.default_source, named.source == HUB)
 
     def normalize(self, source: str, name: str) -> AdapterKey:
-        """Return the adapter key with the name normalized."""
+        """Return the adapter key for a name, after normalizing the name."""
         return AdapterKey(source, self._normalize_name(name, source))
 
     def _normalize_name(self, name: str, source: str | None) -> str:
@@ -250,7 +251,9 @@ class ModelNames:
         return None if named is None else AdapterKey(named.source, f"{named.name}@{revision}")
 
     def strip_base_name(self, model: str) -> str:
-        """Return `adapter` for `base:adapter`, and "" for the base model. Listed names are not split."""
+        """Return `adapter` for `base:adapter`, and "" for the base model. Listed names that contain a colon are not
+        split.
+        """
         if model in ("", BASE_MODEL) or model in self.base_names:
             return ""
         if self._find_listed(model) is None:
@@ -284,7 +287,9 @@ async def with_suggestions(
 
 
 def suggest_names(unknown_name: str, source: str | None, names: ModelNames, key: Key) -> list[str]:
-    """Return similar names, best match first. If `source` is set, return only names in that source."""
+    """Return similar names that the key may use, best match first. If `source` is set, return only names in this
+    source.
+    """
     unknown_name = names.strip_base_name(unknown_name).partition("@")[0]
     if not 0 < len(unknown_name) <= MAX_COMPARED_CHARACTERS:
         return []

@@ -1,8 +1,9 @@
-"""Rate limits: concurrent completions in total and per key; requests, tokens and new adapters per minute and key.
+"""Limits the concurrent completions, in total and per key, and the requests, tokens and new adapters per minute and
+key.
 
-Requests above a limit are rejected with a retry time. Each rate is a token bucket whose capacity is the limit for one
-minute. Tokens are charged when a request finishes, so a key can be in debt. The new-adapter limit does not apply to
-known adapters.
+Requests that exceed a limit are rejected with a retry time. Each rate limit is a token bucket whose capacity is the
+limit per minute. Tokens are charged when a request finishes, so the level of a bucket can be negative (debt). The limit
+for new adapters does not apply to known adapters.
 """
 
 import math
@@ -24,7 +25,7 @@ Clock = Callable[[], float]
 
 
 class TokenBucket:
-    """A token bucket. The level may be negative (debt). There is no limit if `per_minute` is None."""
+    """A token bucket. Its level may be negative (debt). If `per_minute` is None, the bucket has no limit."""
 
     def __init__(self, per_minute: int | None, clock: Clock) -> None:
         self.per_minute = per_minute
@@ -49,7 +50,7 @@ class TokenBucket:
 
 
 class _KeyUsage:
-    """Running completions and token buckets of one key."""
+    """The running completions and the token buckets of a key."""
 
     def __init__(self, key: Key, clock: Clock) -> None:
         self.num_running = 0
@@ -99,7 +100,7 @@ class RateLimits:
 
 
 class Permit:
-    """Permission for a request to run. Its completions count as running until the permit is released."""
+    """Permission for a request to run. The completions of the request count as running until the permit is released."""
 
     def __init__(self, rate_limits: RateLimits, usage: _KeyUsage, count: int) -> None:
         self._rate_limits = rate_limits
@@ -122,7 +123,7 @@ class Permit:
 
 
 class AdapterQuota:
-    """New-adapter quota per key. Concurrent requests with the same key and adapter are charged once."""
+    """The quota for new adapters, per key. Concurrent requests with the same key and adapter are charged once."""
 
     def __init__(self, per_minute: int | None = None, clock: Clock = time.monotonic) -> None:
         self._per_minute = per_minute
@@ -132,7 +133,7 @@ class AdapterQuota:
 
     @contextmanager
     def open_charge(self, key: Key, name: AdapterKey) -> Iterator["AdapterCharge"]:
-        """Yield the charge shared by all requests that resolve the same adapter with the same key."""
+        """Yield the charge that all requests share if they resolve the same adapter with the same key."""
         charge = self._charges.get((key.name, name))
         if charge is None:
             charge = self._charges[key.name, name] = AdapterCharge(self._bucket(key), bool(key.name))
@@ -145,7 +146,9 @@ class AdapterQuota:
                 del self._charges[key.name, name]
 
     def _bucket(self, key: Key) -> TokenBucket:
-        """Return the bucket for a key. The key's limit takes precedence. The server's limit exempts admins."""
+        """Return the bucket for a key. The key's own limit takes precedence over the server's limit, which does not
+        apply to admins.
+        """
         if key.name not in self._buckets:
             per_minute = key.new_adapters_per_minute
             if per_minute is None and not key.is_admin:

@@ -1,1 +1,1 @@
-"""HTTP infrastructure below the routes: connections, middleware, server-sent events, error responses."""
+"""The HTTP infrastructure that the routes use: connections, middleware, server-sent events and error responses."""

@@ -1,4 +1,4 @@
-"""Converts errors to HTTP responses in LoRAX or OpenAI format, depending on the route."""
+"""Converts errors to HTTP responses in the LoRAX or OpenAI format, depending on the route."""
 
 import math
 import re
@@ -65,7 +65,7 @@ OPENAI_TYPE_BY_STATUS = {
 
 
 class ErrorFormat(NamedTuple):
-    """Error type, code and message prefix for an error class."""
+    """The error type, code and message prefix for an error class."""
 
     error_type: str  # in LoRAX responses
     code: str | None = None  # in OpenAI responses
@@ -134,7 +134,7 @@ def make_http_error(status: int, message: str = "", headers: dict[str, str] | No
 def make_error_response(error: BaseException, path: str) -> ErrorResponse:
     """Return the response for an exception raised by a route.
 
-    LoRAX routes use 424 for all adapter errors. OpenAI routes use 400 for invalid requests and adapters, and name the
+    LoRAX routes return 424 for all adapter errors. OpenAI routes return 400 for invalid requests, and name the invalid
     field.
     """
     if not isinstance(error, errors.LoraxError):

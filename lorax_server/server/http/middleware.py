@@ -47,7 +47,7 @@ class _RejectedError(Exception):
 
 
 class Authenticator(Protocol):
-    """The parts of the service that the middleware uses."""
+    """The interface of the service that the middleware uses."""
 
     config: ServerConfig
     audit_log: AuditLog

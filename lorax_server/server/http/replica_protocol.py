@@ -23,7 +23,7 @@ CONTROL_PREFIX = "/replica/"  # prefix of the routes for the replica's actor
 
 
 class AdapterChange(NamedTuple):
-    """An adapter load or unload through the API, as resolved by the server that processed the request."""
+    """An adapter load or unload that a client requested, as resolved by the server that processed the request."""
 
     is_load: bool
     source: str

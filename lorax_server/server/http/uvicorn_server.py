@@ -1,9 +1,9 @@
-"""uvicorn server with header, connection and time limits, and graceful shutdown.
+"""A uvicorn server with limits for headers, connections and time, and with a graceful shutdown.
 
 This is the only module that uses uvicorn and httptools internals; pyproject.toml pins the uvicorn version for this
 reason.
 
-Every connection has a timeout at all times: for request headers or for the next request (keep-alive). While a request
+Every connection always has a timeout: for the request headers, or for the next request (keep-alive). While a request
 runs, the timeouts of the middleware and the route apply. The kernel closes connections whose client stops reading.
 """
 
@@ -52,7 +52,7 @@ class _ProtocolError(Exception):
 
 
 class _ChunkedCycle(RequestResponseCycle):
-    """A request and its response. Implements `ChunkWriter` once the response has started."""
+    """A request and its response. It implements `ChunkWriter` after the response has started."""
 
     @property
     def is_writable(self) -> bool:
@@ -65,7 +65,7 @@ class _ChunkedCycle(RequestResponseCycle):
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """HTTP/1.1 protocol with limits and JSON errors. One instance per connection."""
+    """The HTTP/1.1 protocol with limits and JSON errors. Each connection has its own instance."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 class GracefulServer(uvicorn.Server):
-    """A uvicorn server that drains on the first signal and stops immediately on the second."""
+    """A uvicorn server that drains on the first signal and stops immediately on the second signal."""
 
     def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None], on_stop: Callable[[], None]) -> None:
         super().__init__(config)

@@ -1,4 +1,6 @@
-"""Routes to list, load and unload adapters, including vLLM's routes. Loading and unloading need an admin key."""
+"""The routes to list, load and unload adapters, including vLLM's routes. Loading and unloading require an admin key,
+unless only this machine can reach a server without keys.
+"""
 
 from typing import Annotated, Any
 
@@ -149,7 +151,9 @@ async def unload_adapter(service: Service, key: Key, adapter_id: str, source: st
 
 
 async def _find_other_pins(service: Service, identity: str, name: AdapterKey) -> list[str]:
-    """Return the other names that pin this adapter. The engine is queried, because restarts remove its pins."""
+    """Return the other names that pin this adapter. The engine is queried, because its pins are lost when it
+    restarts.
+    """
     others = service.adapter_index.pinning_names(identity) - {name}
     if not others or not any(state.is_pinned for state in await service.engine.list_adapters([identity])):
         return []

@@ -33,7 +33,9 @@ def make_router(service: Service) -> APIRouter:
 
     @router.post("/v1/completions", operation_id="complete", response_model=CompletionResponse, responses=openai.ERRORS)
     async def completions(request: Request, body: CompletionRequest) -> Response:
-        """Complete one or more prompts. With `stream`, the events are chunks in this format, then `[DONE]`."""
+        """Complete one or more prompts. With `stream`, the events are `CompletionChunk` objects followed by
+        `[DONE]`.
+        """
         return await RequestContext(service, request).run(lambda context: _complete(context, body))
 
     return router
@@ -164,7 +166,9 @@ def _write(
 
 
 def _choose(group: list[_TextCompletion], count: int) -> list[_TextCompletion]:
-    """Return the `count` most likely completions of a prompt. If all are returned, they keep their order."""
+    """Return the `count` most likely completions of a prompt. If all completions are returned, they keep
+    their order.
+    """
     if count == len(group):
         return group
     order = sort_candidates([choice.generation.completion.logprobs for choice in group])

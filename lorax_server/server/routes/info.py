@@ -1,4 +1,4 @@
-"""Routes that do not generate text: health, server info, models, metrics and the tokenizer."""
+"""Routes for health checks, server information, models, metrics and the tokenizer."""
 
 import asyncio
 import math

@@ -162,7 +162,7 @@ def _token(generation: RemoteGeneration, token_event: TokenEvent) -> dict[str, A
 
 
 def _prefill(generation: RemoteGeneration) -> list[dict[str, Any]]:
-    """Return the prompt tokens with log probabilities. The first token has no log probability."""
+    """Return the prompt tokens with their log probabilities, except that the first token has no log probability."""
     logprobs = generation.completion.prompt_logprobs
     if logprobs is None:
         return []

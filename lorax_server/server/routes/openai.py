@@ -158,7 +158,9 @@ def _stop_strings(body: CommonRequest) -> list[str]:
 
 
 def make_envelope(context: RequestContext, body: CommonRequest, prefix: str, kind: str) -> dict[str, Any]:
-    """Return all response fields except choices and usage. `model` repeats the name from the request."""
+    """Return all response fields except choices and usage. `model` is the name in the request, or the name of the base
+    model.
+    """
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}",
         "object": kind,

@@ -269,7 +269,7 @@ async def _encode_prompts(
     truncate: bool | None,
     prompt_name: str | None = None,
 ) -> list[EncodedText]:
-    """Return the tokens of texts, or token lists as they are."""
+    """Return the tokens of prompts that are texts. Prompts that are token lists are returned unchanged."""
     _check_count(prompts)
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if texts:
@@ -288,7 +288,7 @@ async def _encode_prompts(
 async def _encode_texts(
     context: RequestContext, model: ResolvedModel, texts: Sequence[tuple[str | None, str]], truncate: bool | None
 ) -> list[EncodedText]:
-    """Return the tokens of texts, each with the name of its prompt. None selects the default prompt."""
+    """Return the tokens of texts. Each text has the name of its prompt, where None selects the default prompt."""
     _check_count(texts)
     for _, text in texts:
         check(bool(text), "`inputs` cannot be empty")
@@ -304,7 +304,9 @@ def _check_count(inputs: Sequence[object]) -> None:
 
 
 def _check_size(context: RequestContext, pairs: Sequence[tuple[str, str]], instruction: str) -> None:
-    """Limit the texts to tokenize, because each pair has its own copy of the query and of the instruction."""
+    """Raise if the texts of all pairs together are too long, because each pair has its own copy of the query and the
+    instruction.
+    """
     limit = MAX_PAIR_SIZE * context.service.config.max_body_bytes
     size = sum(len(first) + len(second) + len(instruction) for first, second in pairs)
     check(size <= limit, f"`inputs` must have at most {limit} characters in all pairs together. Given: {size}")

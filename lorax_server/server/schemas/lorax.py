@@ -31,7 +31,9 @@ TokenIds = FailFastList[NotNegative]
 
 
 class Schema(BaseModel):
-    """Base model in strict mode: no conversion between strings and numbers. Unknown fields are ignored, as in LoRAX."""
+    """The base class in strict mode: strings and numbers are not converted to each other. Unknown fields are ignored,
+    as in LoRAX.
+    """
 
     model_config = ConfigDict(strict=True, protected_namespaces=())
 

@@ -21,7 +21,7 @@ class PoolingParameters(OpenSchema):
 
     @property
     def seed(self) -> None:
-        """Merges without a random seed."""
+        """The random seed for merges, which is always None."""
 
 
 class EmbedRequest(OpenSchema):

@@ -139,7 +139,7 @@ FIELDS_BY_ROUTE = {
 
 
 def reject_unsupported(route: str, unknown: Mapping[str, Any] | None, fields: Mapping[str, Any]) -> list[str]:
-    """Raise for the first unknown field that is unsupported and set. Return unknown fields that no dialect defines."""
+    """Raise if an unknown field is set and unsupported. Return the unknown fields that no dialect defines."""
     ignored = []
     for name, value in (unknown or {}).items():
         field = FIELDS_BY_ROUTE[route].get(name)

@@ -1,1 +1,1 @@
-"""Logs, metrics, traces, and the request record that they share."""
+"""Logs, metrics and traces, and the request record that they share."""

@@ -1,4 +1,4 @@
-"""Audit log of rejected requests, rejected keys and admin actions.
+"""The audit log of rejected requests, rejected keys and admin actions.
 
 Metrics count all of these events. Log lines caused by callers without a valid key are rate-limited; the field
 `num_suppressed` in the next line gives the number of suppressed lines.
@@ -43,7 +43,7 @@ class LogRateLimiter:
     def acquire(self) -> dict[str, int] | None:
         """Return extra fields for the next log line, or None if the line must be suppressed.
 
-        The field `num_suppressed` is the number of suppressed lines before it, if any.
+        If lines before it were suppressed, the field `num_suppressed` contains their number.
         """
         now = self._clock()
         if now - self._window_start >= MINUTE_S:

@@ -24,7 +24,7 @@ ERROR_TYPES_QUOTING_REQUEST = ("validation", "template_error", "missing_template
 
 
 def configure_logging(level: str, json_logs: bool, stream: TextIO | None = None) -> None:
-    """Log to `stream` or stderr. This includes uvicorn's logs if its `log_config` is None."""
+    """Log to `stream`, or to stderr if `stream` is None. This includes uvicorn's logs if its `log_config` is None."""
     if level.lower() not in LEVELS:
         raise ConfigError(f"unknown log level {level!r}; use one of {', '.join(LEVELS)}")
     handler = logging.StreamHandler(sys.stderr if stream is None else stream)

@@ -1,4 +1,4 @@
-"""Request, adapter, key and engine metrics in Prometheus and JSON format.
+"""The request, adapter, key and engine metrics, in the Prometheus and JSON formats.
 
 LoRAX metrics keep their LoRAX names, even counters without `_total`. Client-supplied adapter names become labels only
 if the adapter was found, in sanitized form and up to a maximum number; all other names share one label.
@@ -63,7 +63,7 @@ class Registry(CollectorRegistry):
 
 
 class Metrics:
-    """All metrics in `/metrics`. Not thread-safe: use it from one event loop.
+    """All metrics in `/metrics`. This class is not thread-safe: use it from one event loop.
 
     Durations and token counts are recorded for successful requests only. Failures are counted by error type.
     """

@@ -48,7 +48,7 @@ class Tracer:
             logger.warning("could not trace a request", exc_info=True)
 
     def close(self) -> None:
-        """Export the queued spans within `CLOSE_TIMEOUT_S` and drop the remaining spans."""
+        """Export the queued spans for up to `CLOSE_TIMEOUT_S`, and drop the remaining spans."""
         if self._provider is None:
             return
         closing = threading.Thread(target=self._provider.shutdown, name="close-tracing", daemon=True)
@@ -106,7 +106,9 @@ def name_operation(route: str) -> str:
 
 
 def classify_error(record: RequestRecord) -> str:
-    """Return the error kind, or "" on success. Messages are not exported because they may quote the request."""
+    """Return the kind of error, or "" on success. Error messages are not exported, because they may quote the
+    request.
+    """
     if record.is_dropped:
         return "dropped"
     return record.error_type or (str(record.status) if record.status >= 400 else "")

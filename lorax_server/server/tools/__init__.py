@@ -1,1 +1,1 @@
-"""Tool calling: converts a request's tools to a grammar, and model output to tool calls."""
+"""Tool calling: converts the tools in a request to a grammar, and model output to tool calls."""

@@ -17,7 +17,7 @@ from lorax_server.text.tools.parser import (
 
 
 class MessageWriter:
-    """Converts one completion to an OpenAI message or to stream deltas."""
+    """Converts a completion to an OpenAI message or to stream deltas."""
 
     def __init__(self, output_format: OutputFormat, prompt: str, is_enforced: bool) -> None:
         self._output_format = output_format
@@ -25,7 +25,7 @@ class MessageWriter:
         self.num_calls = 0
 
     def write_deltas(self, text: str, is_last: bool) -> list[dict[str, Any]]:
-        """Return the stream deltas for newly generated text, in order."""
+        """Return the stream deltas for newly generated text in order."""
         events = self._parser.feed(text)
         if is_last:
             events += self._parser.finish()

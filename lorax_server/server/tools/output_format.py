@@ -137,7 +137,7 @@ def choose_output_format(
 
 
 def _find_tool_format(name: str | None, template: str, is_rendered: bool, is_required: bool) -> ToolFormat:
-    """Return the tool format set with `--tool-parser`, or the format detected from the chat template.
+    """Return the tool format that `--tool-parser` sets, or the format that the chat template indicates.
 
     If the template does not render tools, only required calls are supported, which a grammar enforces.
     """

@@ -22,7 +22,7 @@ CONTENT_TYPES = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
 class ResponseWriter:
-    """Builds one response and its stream events. `response` always matches the events returned so far."""
+    """Builds a response and its stream events. `response` always matches the events that were returned so far."""
 
     def __init__(
         self, envelope: Mapping[str, Any], output_format: OutputFormat | None, parser: OutputParser | None
