@@ -1,4 +1,6 @@
-"""The layout of quantized weights in the CPU kernels: panels of outputs, with integers in groups of four inputs."""
+"""The layout of quantized weights in the CPU kernels. Weights are stored in panels of outputs, with integers in groups
+of four inputs.
+"""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -40,9 +42,9 @@ class BlockFormat:
 class BlockPanels(StoredMatrix):
     """Rows `start` to `stop` of a `BlockMatrix`, stored as panels `[panels, inputs / 32, bytes]`.
 
-    For each panel and 32 inputs, the bytes are the integers `[groups, width, 4]`, then the scales
-    `[32 / block, width]`, then the offsets, if any. Values and input order are the same as in `BlockMatrix`:
-    4-bit values remain packed. The last panel is padded with zeros.
+    For each panel and 32 inputs, the bytes are the integers `[groups, width, 4]`, then the scales `[32 / block,
+    width]`, then the offsets if the format has offsets. Values and input order are the same as in `BlockMatrix`: 4-bit
+    values remain packed. The last panel is padded with zeros.
     """
 
     panels: torch.Tensor
@@ -79,7 +81,7 @@ class BlockPanels(StoredMatrix):
         return self.to_blocks().read()
 
     def to_blocks(self) -> BlockMatrix:
-        """Return a copy as `BlockMatrix`, with the same integers, scales and offsets."""
+        """Return a copy as a `BlockMatrix` with the same integers, scales and offsets."""
         width = self.format.width
         first, last = self.start // width, -(-self.stop // width)
         rows = slice(self.start - first * width, self.stop - first * width)
@@ -95,7 +97,7 @@ class BlockPanels(StoredMatrix):
 
 
 def to_block_panels(matrix: BlockMatrix, width: int, bias: int) -> BlockPanels:
-    """Pack a quantized matrix into panels of `width` outputs. `bias` is 0 or 128, added to 8-bit values."""
+    """Pack a quantized matrix into panels of `width` outputs. `bias` (0 or 128) is added to 8-bit values."""
     outputs, inputs = matrix.shape
     dtypes = {part.dtype for part in matrix.tensors[1:]}
     scale_dtype = torch.float16 if dtypes == {torch.float16} else torch.float32
@@ -128,7 +130,7 @@ def _gather_rows(panels: torch.Tensor, rows: slice) -> torch.Tensor:
 
 
 def _scatter_rows(rows: torch.Tensor, panels: torch.Tensor) -> None:
-    """Copy `[outputs, blocks * parts]` to `[panels, blocks, parts, width]`."""
+    """Copy rows `[outputs, blocks * parts]` to panels `[panels, blocks, parts, width]`."""
     _, blocks, parts, width = panels.shape
     whole = len(rows) // width
     panels[:whole] = rows[: whole * width].view(whole, width, blocks, parts).permute(0, 2, 3, 1)

@@ -1,4 +1,6 @@
-"""Device-dependent copies, streams and allocations. CPU kernels use host memory; GPUs need pinned copies."""
+"""Copies, streams and allocations that depend on the device. CPU kernels use host memory, and copies to GPUs use pinned
+memory.
+"""
 
 import mmap
 from collections.abc import Sequence
@@ -21,13 +23,15 @@ def host_view(tensor: torch.Tensor) -> npt.NDArray[Any] | None:
 
 
 def to_device(column: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Return an array as a tensor on `device`, copied through pinned memory for a GPU, or sharing memory on a CPU."""
+    """Return an array as a tensor on `device`. For a GPU, the array is copied through pinned memory. On a CPU, the
+    tensor shares its memory.
+    """
     host = torch.from_numpy(column)
     return host if is_host(device) else host.pin_memory().to(device, non_blocking=True)
 
 
 def columns_to_device(columns: Sequence[npt.NDArray[np.int64]], device: torch.device) -> Sequence[torch.Tensor]:
-    """Return several arrays of equal length as tensors on `device`, copied in one transfer."""
+    """Return several arrays of equal length as tensors on `device`. For a GPU, one transfer copies all arrays."""
     return [torch.from_numpy(x) for x in columns] if is_host(device) else to_device(np.stack(columns), device).unbind()
 
 
@@ -37,7 +41,9 @@ def write(target: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def allocate_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a zero tensor. On a CPU, pages are allocated on first write (`torch.zeros` allocates all pages)."""
+    """Return a zero tensor. On a CPU, memory pages are allocated when they are first written, unlike with
+    `torch.zeros`.
+    """
     num_bytes = int(np.prod(shape)) * dtype.itemsize
     if not is_host(device) or not num_bytes:
         return torch.zeros(*shape, dtype=dtype, device=device)
@@ -46,7 +52,7 @@ def allocate_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
 
 
 def make_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream | None:
-    """Return a new stream that starts after the work queued on the current stream, or None on a CPU."""
+    """Return a new stream, which waits for the work that is queued on the current stream. Return None on a CPU."""
     if is_host(device):
         return None
     stream = torch.cuda.Stream(device, priority=priority)

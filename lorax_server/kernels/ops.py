@@ -123,7 +123,7 @@ class Routing(NamedTuple):
 
 
 class HostLengths(NamedTuple):
-    """The batch's sequence lengths, in host memory."""
+    """A batch's sequence lengths in host memory."""
 
     inputs: list[int]  # tokens in this forward pass
     cached: list[int]  # tokens in the cache before the forward pass
@@ -131,9 +131,9 @@ class HostLengths(NamedTuple):
 
 @dataclass(frozen=True)
 class PagedBatch(DerivedCache):
-    """Sequence lengths and KV cache locations for one forward pass. Every layer receives the same batch.
+    """The sequence lengths and KV cache locations for one forward pass. All layers receive the same batch.
 
-    All tensors are on the device: reading a tensor on the host synchronizes.
+    All tensors are on the device, so reading a tensor on the host synchronizes.
 
     A batch in a graph is padded. Padding sequences have no tokens. Padding tokens have no sequence and no cache slot;
     their attention output is undefined and never affects other rows.
@@ -199,7 +199,7 @@ class EmbeddingTarget:
 
 
 class _TargetFlags(NamedTuple):
-    """Flags for each target module: whether any adapter in the batch has weights of each kind."""
+    """For each target module, flags that say which kinds of weights any adapter in the batch has."""
 
     low_rank: list[bool]
     vectors: list[bool]
@@ -208,7 +208,7 @@ class _TargetFlags(NamedTuple):
 
 @dataclass(frozen=True)
 class LoraBatch(DerivedCache):
-    """Each batch token's adapter, and the locations of all adapter weights.
+    """The adapter of each token in a batch, and the locations of all adapter weights.
 
     All tensors except `host_table` are on the device. Graphs are replayed with different adapters at the same
     addresses, so captured kernels must not depend on the host fields, which are empty during capture.
@@ -228,7 +228,9 @@ class LoraBatch(DerivedCache):
     derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def select_expert(self, expert: int, tokens: torch.Tensor) -> "LoraBatch":
-        """Return the batch of one expert, with the given tokens (ascending). Synchronizes with the device."""
+        """Return the batch for one expert, with only the given tokens, in ascending order. Synchronizes with the
+        device.
+        """
         indices = self.adapter_indices[tokens]
         adapters, counts = torch.unique_consecutive(indices, return_counts=True)
         bounds = [0, *counts.cumsum(0).tolist()]
@@ -335,7 +337,7 @@ class Ops(Protocol):
 
     @property
     def records_graphs(self) -> bool:
-        """Return True if graphs can replay a step, that is, no kernel depends on host values."""
+        """Return True if graphs can replay a step. This requires that no kernel depends on host values."""
         ...
 
     @property
@@ -345,12 +347,14 @@ class Ops(Protocol):
 
     @property
     def max_lora_rank(self) -> int | None:
-        """Return the largest supported LoRA rank for linear layers, or None if unlimited."""
+        """Return the largest supported LoRA rank for linear layers, or None if there is no limit."""
         ...
 
     @property
     def sample_tokens(self) -> SampleTokens | None:
-        """Return a kernel that samples a whole batch with mixed parameters, or None if unsupported."""
+        """Return a kernel that samples a whole batch with mixed parameters, or None if the backend has no
+        such kernel.
+        """
         ...
 
     def make_recorder(self, max_rows: int) -> "Recorder | None":
@@ -456,8 +460,8 @@ class Ops(Protocol):
         """Return the weighted sum of the outputs of each token's experts, with the token's adapter applied.
 
         An expert computes `down(activation(gate) * up)`. The outputs are summed in float32, in an order that depends
-        only on the token's experts. The targets are gate, up and down, consecutive in the adapter table; only low-rank
-        factors apply.
+        only on the token's experts. The targets are gate, up and down, which are consecutive in the adapter table. Only
+        their low-rank factors apply.
         """
         ...
 
@@ -516,8 +520,9 @@ class Ops(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the most likely token of each row, [rows], and its log probability, [rows] float32.
 
-        Ties go to the lowest token ID. `token_masks`, [masks, words] int32, have one bit per token, set if the token
-        is allowed. `mask_indices`, [rows] int64, is the mask index of each row; negative means no mask.
+        If several tokens are equally likely, the lowest token ID is returned. `token_masks`, [masks, words] int32, have
+        one bit per token, set if the token is allowed. `mask_indices`, [rows] int64, is the mask index of each row;
+        negative means no mask.
         """
         ...
 
@@ -532,7 +537,7 @@ class Ops(Protocol):
     ) -> torch.Tensor:
         """Return the log probabilities, [rows, count] float32, of `token_ids`, [rows, count].
 
-        Logits are divided by `temperatures`, [rows], if given. With masks, the tokens must be allowed.
+        If `temperatures`, [rows], are given, logits are divided by them. With masks, the tokens must be allowed.
         """
         ...
 

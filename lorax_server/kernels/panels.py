@@ -1,4 +1,6 @@
-"""The weight layout of the CPU kernels: panels of output columns, stored in the narrowest dtype that is exact."""
+"""The weight layout of the CPU kernels. Weights are stored in panels of outputs, in the narrowest dtype that
+is exact.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

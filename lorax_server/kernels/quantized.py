@@ -22,15 +22,17 @@ class QuantizedMatrix(StoredMatrix):
 
     @abstractmethod
     def select_rows(self, rows: torch.Tensor) -> Self:
-        """Return a copy with the given rows, in this order."""
+        """Return a copy that contains the given rows in this order."""
 
     @abstractmethod
     def select_inputs(self, start: int, stop: int) -> Self:
-        """Return a copy with the inputs `start` to `stop`. Raise `ValueError` if they split a quantization block."""
+        """Return a copy that contains the inputs `start` to `stop`. Raise `ValueError` if this range splits a
+        quantization block.
+        """
 
     @abstractmethod
     def pad_rows(self, count: int) -> Self:
-        """Return a copy with `count` added rows of zeros."""
+        """Return a copy with `count` additional rows of zeros."""
 
     @classmethod
     @abstractmethod
@@ -106,7 +108,9 @@ class BlockMatrix(QuantizedMatrix):
 
     @classmethod
     def concat(cls, matrices: Sequence[Self]) -> Self:
-        """Return one matrix with all rows. Different types are converted, without loss, to a common type."""
+        """Return one matrix with the rows of all matrices. Different formats are converted to a common format without
+        loss.
+        """
         if len(matrices) == 1:
             return matrices[0]
         bits, block = max(each.bits for each in matrices), min(each.block for each in matrices)
@@ -153,7 +157,7 @@ class BlockMatrix(QuantizedMatrix):
 
 
 def concat_matrices(matrices: Sequence[torch.Tensor | QuantizedMatrix]) -> torch.Tensor | QuantizedMatrix:
-    """Return one matrix with all rows. It is quantized if all matrices are quantized."""
+    """Return one matrix with the rows of all matrices. It is quantized if all matrices are quantized."""
     quantized = [each for each in matrices if isinstance(each, QuantizedMatrix)]
     if len(quantized) == len(matrices):
         return type(quantized[0]).concat(quantized)
@@ -162,7 +166,7 @@ def concat_matrices(matrices: Sequence[torch.Tensor | QuantizedMatrix]) -> torch
 
 
 def quantize_blocks(weight: torch.Tensor, bits: int, block: int = 32) -> BlockMatrix:
-    """Quantize a matrix symmetrically in blocks, as the GGUF types Q8_0 and Q4_0 do. Scales are rounded to float16."""
+    """Quantize a matrix symmetrically in blocks, like the GGUF types Q8_0 and Q4_0. Scales are rounded to float16."""
     outputs, inputs = weight.shape
     blocks = weight.float().view(outputs, -1, block)
     if bits == 8:

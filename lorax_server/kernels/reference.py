@@ -1,4 +1,4 @@
-"""All ops in plain torch, for every device: the specification that other kernels are tested against.
+"""All ops in plain torch, for all devices. They are the specification with which the tests compare other kernels.
 
 The code favors readability: it loops over sequences and over LoRA segments.
 """
@@ -39,7 +39,7 @@ sample_tokens = None
 
 
 def make_recorder(max_rows: int) -> None:
-    """Return None: these ops depend on host values, so a graph cannot replay them."""
+    """Return None, because these ops depend on host values, so a graph cannot replay them."""
 
 
 # --- Attention ---

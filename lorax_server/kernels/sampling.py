@@ -47,7 +47,7 @@ class SamplingInputs(NamedTuple):
 
 
 class SampledTokens(NamedTuple):
-    """Sampled tokens of all rows, and the most likely tokens of rows that return alternatives."""
+    """The sampled tokens of all rows, and the most likely tokens of rows that request alternatives."""
 
     token_ids: torch.Tensor  # [rows]
     logprobs: torch.Tensor  # [rows] float32

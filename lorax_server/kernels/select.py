@@ -1,4 +1,4 @@
-"""Choose the ops for a device."""
+"""Selects the ops for a device."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""Attention over whole sequences without a KV cache, with torch's fused attention. For every device."""
+"""Attention over whole sequences without a KV cache. It uses torch's fused attention on all devices."""
 
 from collections.abc import Sequence
 

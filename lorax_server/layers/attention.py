@@ -1,4 +1,4 @@
-"""The context that a paged forward pass provides to its layers.
+"""The context that a forward pass provides to the layers.
 
 Layers take flat `[num_tokens, hidden]` tensors and call `ctx.attend`, which reads and writes the KV cache.
 """
@@ -15,7 +15,7 @@ KVCache = list[LayerCache]  # indexed by layer
 
 @dataclass
 class Seqlen:
-    """Sequence lengths for a paged forward pass, on the device and optionally on the host."""
+    """The sequence lengths for a paged forward pass, on the device and optionally also on the host."""
 
     input_lengths: torch.Tensor  # [num_seqs] tokens in this forward pass
     cache_lengths: torch.Tensor  # [num_seqs] tokens already in the cache

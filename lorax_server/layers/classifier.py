@@ -15,11 +15,13 @@ from lorax_server.weights import Weights
 class ClassifierLinear(nn.Module):
     """A linear layer that runs on the tokens of one sequence at a time, with the weights of the sequence's adapter.
 
-    The base model may lack the layer: then each adapter must have it. Only these sequences can be classified.
+    If the base model lacks the layer, only sequences whose adapter has the layer can be classified.
     """
 
     def __init__(self, weights: Weights, name: str, in_features: int, out_features: int | None, *, bias: bool) -> None:
-        """Load the layer if the checkpoint has it. Without `out_features`, the checkpoint and adapters choose them."""
+        """Load the layer if the checkpoint contains it. If `out_features` is None, the checkpoint and the adapters
+        determine the number of outputs.
+        """
         super().__init__()
         self.name = name
         self.weight: torch.Tensor | None = None
@@ -43,7 +45,9 @@ class ClassifierLinear(nn.Module):
         )
 
     def forward(self, x: torch.Tensor, adapter: int, arena: AdapterArena | None) -> torch.Tensor:
-        """Return the outputs for one sequence. Without any weights, return no outputs."""
+        """Return the outputs for one sequence. If neither the base model nor the adapter has weights, return no
+        outputs.
+        """
         weight: Any = self.weight
         bias = self.bias
         if adapter and arena is not None:

@@ -1,4 +1,6 @@
-"""Post-process LM head logits: model-wide scale and soft cap, rows that adapters replace, tokens that adapters add."""
+"""Post-processes the logits of the LM head: applies the model's multiplier and soft cap, LM head rows that adapters
+replace, and tokens that adapters add.
+"""
 
 from typing import NamedTuple
 
@@ -10,13 +12,13 @@ from lorax_server.adapters.target import AdapterTarget
 
 
 class LogitTransform(NamedTuple):
-    """Settings that a model applies to all logits: a multiplier, then a soft cap."""
+    """The multiplier and the soft cap that a model applies to all logits, in this order."""
 
     multiplier: float = 1.0
     soft_cap: float | None = None
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        """Apply multiplier and soft cap to logits in place, and return the logits."""
+        """Apply the multiplier and the soft cap to the logits in place, and return the logits."""
         if self.multiplier != 1.0:
             logits.mul_(self.multiplier)
         return logits if self.soft_cap is None else logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)

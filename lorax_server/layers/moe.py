@@ -1,4 +1,4 @@
-"""Mixtures of experts: routing, and experts with LoRA."""
+"""Mixtures of experts, with routing functions and experts that support LoRA."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -32,7 +32,7 @@ def route_sigmoid(
     normalize: bool,
     scale: float,
 ) -> Routing:
-    """Choose the experts with the largest sigmoid scores plus bias. The weights are the scores without bias.
+    """Choose the experts with the largest sums of sigmoid score and bias. The weights are the scores without the bias.
 
     With several groups of experts, only experts in the `top_groups` groups with the largest sums of their two best
     scores are chosen.

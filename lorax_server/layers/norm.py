@@ -62,7 +62,7 @@ class LayerNorm(nn.Module):
         bias: bool = True,
         offset: float = 0.0,
     ) -> None:
-        """Load weight and bias. `offset` is added to the stored weight."""
+        """Load the weight and the bias. `offset` is added to the stored weight."""
         super().__init__()
         self.weight = weights.get_tensor(f"{prefix}.weight", (size,)) + offset if affine else None
         self.bias = weights.get_tensor(f"{prefix}.bias", (size,)) if affine and bias else None
@@ -91,7 +91,7 @@ class ResidualLayerNorm(LayerNorm):
 
 
 class HeadNorm(nn.Module):
-    """Layer norm over each attention head, without bias, with a separate weight per head."""
+    """Layer norm over each attention head. Each head has its own weight, and there is no bias."""
 
     def __init__(self, weight: torch.Tensor, eps: float, weights: Weights) -> None:
         """Create the norm. `weight` is this rank's shard, `[heads, head_dim]`."""

@@ -1,7 +1,7 @@
 """Rotary position embeddings (RoPE) and their scaling methods.
 
-Dynamic NTK and LongRoPE scaling depend on the sequence length. Frequencies are chosen per sequence, so results do not
-depend on the other sequences in the batch.
+Dynamic NTK and LongRoPE scaling depend on the sequence length. The frequencies are chosen for each sequence, so results
+do not depend on other sequences in the batch.
 """
 
 import math
@@ -164,7 +164,8 @@ def _dynamic_ntk(parameters: Mapping[str, Any], config: Any, dim: int, device: t
 def _llama3(parameters: Mapping[str, Any], config: Any, dim: int, device: torch.device) -> nn.Module:
     """Build Llama 3's RoPE.
 
-    High frequencies are kept, low frequencies are divided by a factor, and frequencies between them are interpolated.
+    High frequencies stay unchanged, low frequencies are divided by a factor, and frequencies between them are
+    interpolated.
     """
     inv_freq = _frequencies(parameters, dim)
     low, high, factor = parameters["low_freq_factor"], parameters["high_freq_factor"], parameters["factor"]

@@ -62,7 +62,7 @@ class PaddedBatch:
         device: torch.device,
         **more: Any,
     ) -> Self:
-        """Create a batch from tokenized prompts. `more` contains additional fields of subclasses."""
+        """Create a batch from tokenized prompts. `more` contains fields that subclasses add."""
         _check_ids(requests)
         rows = [torch.tensor(ids, dtype=torch.long) for ids in prompts]
         lengths = [len(row) for row in rows]
@@ -179,7 +179,9 @@ def _check_ids(requests: Sequence[Any]) -> None:
 
 
 def _join_layers(batches: Sequence[PaddedBatch], length: int) -> list[LayerCache]:
-    """Return the merged KV caches. Releases the sources layer by layer, so that only one layer is in memory twice."""
+    """Return the merged KV caches. The original caches are released layer by layer, so that only one layer is in memory
+    twice.
+    """
     caches = [batch.past_key_values or [] for batch in batches]
     joined: list[LayerCache] = []
     for layer in range(len(caches[0])):

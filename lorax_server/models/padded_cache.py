@@ -48,7 +48,9 @@ class GrowableCache(tuple[torch.Tensor, torch.Tensor]):
         return cls(KVBuffers(*cache, length), length)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> "GrowableCache":
-        """Return a cache with columns appended, in place if the next columns of the buffers are free."""
+        """Return a cache with additional columns. They are appended in place if the next columns of the buffers are
+        free.
+        """
         length, total = self.length, self.length + int(keys.shape[COLUMN_AXIS])
         buffers = self.buffers
         if buffers.num_filled != length or buffers.keys.shape[COLUMN_AXIS] < total:
@@ -65,7 +67,9 @@ def select_rows(cache: LayerCache, rows: Sequence[int], length: int) -> Growable
 
 
 def join_rows(caches: Sequence[LayerCache], length: int, num_new: int = 0) -> GrowableCache:
-    """Return the rows of several caches, right-aligned in new buffers with at least `num_new` free columns."""
+    """Return the rows of several caches in new buffers. The rows are right-aligned, and at least `num_new` columns are
+    free.
+    """
     num_rows, row = sum(len(keys) for keys, _ in caches), 0
     num_spare = num_new + max(MIN_SPARE_COLUMNS, length // 8)
     keys, values = (like.new_empty(num_rows, like.shape[1], length + num_spare, like.shape[3]) for like in caches[0])
@@ -106,7 +110,7 @@ class GrowingLayer(DynamicLayer):
 class GrowingCache(DynamicCache):
     """A transformers cache backed by `GrowableCache` layers.
 
-    Sliding-window layers keep all columns as well, because rows must stay aligned. The mask applies the window.
+    Layers with a sliding window also keep all columns, because rows must stay aligned. The mask applies the window.
     """
 
     def __init__(self, caches: Sequence[LayerCache] | None) -> None:

@@ -1,4 +1,4 @@
-"""Run any Hugging Face causal language model in padded batches, without adapters."""
+"""Runs Hugging Face causal language models in padded batches, without adapters."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ ATTENTION_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
 
 
 class PaddedStepOutput(NamedTuple):
-    """Results of a step, before `advance` writes them to the batch."""
+    """The results of a step before `advance` writes them to the batch."""
 
     sampled: Sampled
     logits: torch.Tensor  # [rows, columns, vocabulary]; only the last column unless prompt logprobs are requested

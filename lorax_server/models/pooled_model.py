@@ -1,4 +1,6 @@
-"""Models that return a result per sequence instead of text: embeddings, class logits, token logits or scores."""
+"""Models that return a result for each sequence instead of text: an embedding, class logits, token logits or
+a score.
+"""
 
 import json
 import math
@@ -188,7 +190,7 @@ class ScoreHead(nn.Module):
 
 
 class EmbeddingHead(nn.Module):
-    """Pooling, linear layers and normalization, as the modules of a sentence-transformers model."""
+    """Pooling, linear layers and normalization, like the modules of a sentence-transformers model."""
 
     def __init__(self, pooling: PoolingConfig, size: int, weights: Weights) -> None:
         super().__init__()
@@ -207,7 +209,7 @@ class EmbeddingHead(nn.Module):
 
 
 def pool(states: torch.Tensor, mode: str) -> torch.Tensor:
-    """Return one vector for the hidden states of a sequence, `[tokens, size]`. Sums use float32."""
+    """Reduce the hidden states of a sequence, `[tokens, size]`, to one vector. Sums are computed in float32."""
     return _pool(states.float(), mode).to(states.dtype)
 
 

@@ -44,7 +44,7 @@ def load_config(model_id: str, revision: str | None, trust_remote_code: bool) ->
 
 
 def is_stored_in_8_bits(model_id: str, config: Any) -> bool:
-    """Return True if the checkpoint is quantized by bitsandbytes to 8 bits. Reject other quantization methods."""
+    """Return True if bitsandbytes has quantized the checkpoint to 8 bits. Reject other quantization methods."""
     stored = getattr(config, "quantization_config", None)
     if not stored:
         return False

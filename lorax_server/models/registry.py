@@ -105,7 +105,7 @@ def build_model(config: Any, weights: Weights) -> PagedCausalLM:
 
 
 def find_model_class(model_type: Any, known: Mapping[str, str] = MODELS | ENCODERS) -> type[Any]:
-    """Return the model class for a model type. `known` are the names of possible classes."""
+    """Return the model class for a model type. `known` maps model types to class names."""
     if not isinstance(model_type, str) or model_type not in known:
         similar = find_similar_types(str(model_type))
         raise UnsupportedModelError(
@@ -132,7 +132,7 @@ def _read_model_type(settings: ModelConfig) -> str:
 
 
 def load_config(settings: ModelConfig) -> Any:
-    """Return the model config with defaults filled in. Reject invalid values."""
+    """Return the model config, with defaults for missing fields. Reject invalid values."""
     path, model_type = settings.path / MODEL_CONFIG_FILE, _read_model_type(settings)
     try:
         config = read_config(settings.path)

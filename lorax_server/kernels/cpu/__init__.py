@@ -1,1 +1,1 @@
-"""C++ kernels for CPUs. Without a compiled library, the reference ops are used."""
+"""C++ kernels for CPUs. If there is no compiled library, the reference ops are used."""

@@ -1,4 +1,4 @@
-"""The ABI of the native library: structs, enums and functions, as declared in C++.
+"""The ABI of the native library: its structs, enums and functions, as they are declared in C++.
 
 The library exports its declarations as text (`native/abi.h`). `check_abi` compares them with this module at load time,
 so a struct field or argument that differs between Python and C++ raises `AbiError`.
@@ -62,7 +62,9 @@ FIELD_TYPES = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32}
 
 
 class Dtype(IntEnum):
-    """Tensor dtypes. `BFLOAT16_PAIRS` is the AMX weight layout. `QUANTIZED` is the layout of `BlockPanels`."""
+    """Tensor dtypes and weight layouts. `BFLOAT16_PAIRS` is the weight layout for AMX, and `QUANTIZED` the layout of
+    `BlockPanels`.
+    """
 
     FLOAT32 = 0
     BFLOAT16 = 1
@@ -108,7 +110,7 @@ def struct_fields(struct: str) -> list[tuple[str, Any]]:
 
 
 class AbiError(Exception):
-    """A struct, enum or function declaration differs between Python and the native library."""
+    """Raised if the declaration of a struct, enum or function differs between Python and the native library."""
 
 
 def check_abi(read: Callable[[str], str]) -> None:

@@ -18,7 +18,7 @@ UNLIMITED_WINDOW = 2**60  # larger than any sequence length
 
 
 class Paged(ctypes.Structure):
-    """Sequence lengths and cache locations for one batch. `native/rotary_kv_cache.h` defines the C++ struct."""
+    """The struct with a batch's sequence lengths and cache locations. `native/rotary_kv_cache.h` defines it in C++."""
 
     _fields_ = struct_fields("Paged")
 
@@ -63,7 +63,7 @@ class CpuAttention:
         return whole_sequences.attend(q, k, v, lengths, spec)
 
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Apply RoPE as `reference.rotary` does."""
+        """Apply RoPE, like `reference.rotary`."""
         tokens, heads, _ = x.shape
         cosines, sines = cos, sin
         if cos.dtype != torch.float32 or not (cos.is_contiguous() and sin.is_contiguous()):
@@ -82,7 +82,7 @@ class CpuAttention:
     def write_kv(
         self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec
     ) -> None:
-        """Store keys and values as `reference.write_kv` does."""
+        """Store keys and values, like `reference.write_kv`."""
         keys, values = cache
         if k.dtype != keys.dtype:
             return reference.write_kv(k, v, cache, batch, spec)
@@ -160,7 +160,9 @@ def _join_heads(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _score_args(spec: AttentionSpec) -> tuple[float, int, float, int | None, int | None]:
-    """Return a layer's scale, window, soft cap (0 if none), and the addresses of ALiBi slopes and attention sinks."""
+    """Return a layer's scale, window and soft cap (0 means no cap), and the addresses of its ALiBi slopes and attention
+    sinks.
+    """
     slopes, sinks = (None if x is None else x.data_ptr() for x in (spec.slopes, spec.sinks))
     return spec.scale, spec.window or UNLIMITED_WINDOW, spec.soft_cap or 0.0, slopes, sinks
 
@@ -173,7 +175,7 @@ def _strides(x: torch.Tensor) -> tuple[int, int]:
 
 
 def _paged_struct(batch: PagedBatch, keys: torch.Tensor) -> NativeStruct:
-    """Return the `Paged` struct for a batch, cached for all layers with the same cache shape."""
+    """Return the `Paged` struct for a batch. All layers with the same cache shape share it."""
     return batch.cached(("cpu", keys.shape), _make_paged_struct, batch, keys)
 
 

@@ -1,7 +1,8 @@
 """Graphs for CPUs: record the kernel calls in a model run, and replay them without Python overhead.
 
-Recording executes no kernel. Kernel calls and torch ops are recorded with fixed buffers; views need no replay. Runs
-that read tensor values on the host cannot be recorded. All graphs share one buffer pool.
+Recording does not execute kernels. Kernel calls and torch ops are recorded with fixed buffers; operations that only
+create views are not replayed. Runs that read tensor values on the host cannot be recorded. All graphs share one buffer
+pool.
 """
 
 import ctypes
@@ -68,7 +69,7 @@ _Bytes = npt.NDArray[np.uint8]
 class BufferPool:
     """Reusable memory for intermediate tensors of recorded runs with up to `max_rows` rows.
 
-    A buffer returns to the pool when the last tensor view of it is deleted.
+    A buffer returns to the pool when the last tensor that uses it is deleted.
     """
 
     def __init__(self, max_rows: int) -> None:
@@ -81,7 +82,7 @@ class BufferPool:
         return sum(len(buffer) for buffer in self._made.values())
 
     def take(self, like: torch.Tensor, rows: int) -> torch.Tensor:
-        """Return a tensor in a pooled buffer, shaped like `like` (with its strides), for a run with `rows` rows."""
+        """Return a tensor in a pooled buffer, with the shape and strides of `like`, for a run with `rows` rows."""
         num_bytes = like.untyped_storage().nbytes()
         row_bytes = -(-num_bytes // rows)
         free = self._free.setdefault(row_bytes, [])
@@ -197,6 +198,6 @@ def _only_tensors(result: Any) -> bool:
 
 
 def _are_views_of(result: Any, arguments: Any) -> bool:
-    """Return True if all result tensors are views of an argument, that is, share its storage."""
+    """Return True if each result tensor shares its storage with an argument."""
     argument_addresses = {x.untyped_storage().data_ptr() for x in tree_leaves(arguments) if isinstance(x, torch.Tensor)}
     return all(x.untyped_storage().data_ptr() in argument_addresses for x in tree_leaves(result))

@@ -24,13 +24,13 @@ OPENMP_PREFIXES = ("libgomp", "libiomp5", "libomp")
 
 
 class LibraryUnavailableError(Exception):
-    """No native kernel library can be used. The message contains the reason."""
+    """Raised if no native kernel library can be used. The message contains the reason."""
 
 
 class Library:
-    """The native kernels for one instruction set. Arguments are addresses and integers. Calls release the GIL.
+    """The native kernels for one instruction set. Their arguments are addresses and numbers, and calls release the GIL.
 
-    The functions do not validate arguments: callers check shapes, strides and dtypes.
+    The functions do not validate their arguments, so callers must check shapes, strides and dtypes.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,9 @@ class Library:
             raise LibraryUnavailableError(f"{path.name} cannot be loaded: {error}") from error
 
     def _load(self, native: ctypes.CDLL, name: str) -> None:
-        """Bind the functions for instruction set `name`. Raise `AbiError` if Python and C++ declarations differ."""
+        """Bind the functions for the instruction set `name`. Raise `AbiError` if the Python and C++ declarations
+        differ.
+        """
         _check_digest(native, name)
         check_abi(lambda what: (ctypes.c_char_p.in_dll(native, f"declaration_{what}_{name}").value or b"").decode())
         for op, types in ARGUMENT_TYPES.items():

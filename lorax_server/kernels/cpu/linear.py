@@ -1,4 +1,4 @@
-"""Linear layers on a CPU: matrix product, adapters and gate in one native call."""
+"""Linear layers on a CPU. One native call computes the matrix product, the adapters and the gate."""
 
 import ctypes
 from collections.abc import Iterable, Sequence
@@ -47,7 +47,7 @@ class CpuLinears:
         return LinearWeights(matrix, None if bias is None else bias.contiguous())
 
     def look_up_rows(self, weight: torch.Tensor | StoredMatrix, ids: torch.Tensor) -> torch.Tensor:
-        """Return the embedding rows for `ids`. A matrix that is shared with a tied LM head is stored in panels."""
+        """Return the embedding rows for `ids`. If the matrix is shared with a tied LM head, it is stored in panels."""
         if not isinstance(weight, PanelMatrix | BlockPanels) or not ids.numel():
             return reference.look_up_rows(weight, ids)
         rows = ids.to(torch.int64).contiguous().view(-1)
@@ -175,7 +175,7 @@ class CpuLinears:
 
 
 def _lora_address(lora: LoraBatch, x: torch.Tensor) -> int:
-    """Return the address of the C++ struct for a LoRA batch with the rows of `x`."""
+    """Return the address of the C++ struct for a LoRA batch. Its number of tokens must be the number of rows of `x`."""
     adapters = lora_struct(lora)
     if adapters.tokens != len(x) or lora.buffer.dtype != x.dtype:
         raise ValueError(

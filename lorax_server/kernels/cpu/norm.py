@@ -1,4 +1,4 @@
-"""Norms on a CPU. Layers pass weights that match the width and dtype of the rows.
+"""Norms on a CPU. The caller must pass weights that match the width and the dtype of the rows.
 
 Python overhead matters here: the kernels take only microseconds in a decode step.
 """

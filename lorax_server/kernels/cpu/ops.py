@@ -1,4 +1,4 @@
-"""All ops for CPUs: native kernels, with reference fallbacks for rare cases."""
+"""All ops for CPUs. They use native kernels, and fall back to the reference ops in rare cases."""
 
 from collections.abc import Callable
 
@@ -19,7 +19,9 @@ class CpuOps(CpuAttention, CpuLinears, CpuNorms, CpuSampling):
     """All ops for CPUs. Kernels use `torch.get_num_threads()` threads."""
 
     def __init__(self, library: Library | None = None) -> None:
-        """Load the library for this CPU unless one is given. Raise `LibraryUnavailableError` if there is no library."""
+        """Create the ops. If `library` is None, load the library for this CPU, or raise `LibraryUnavailableError` if
+        there is none.
+        """
         self._library = library or Library()
 
     records_graphs = True
@@ -44,7 +46,7 @@ class CpuOps(CpuAttention, CpuLinears, CpuNorms, CpuSampling):
         return CpuRecorder(self, max_rows)
 
     def record(self, run: Callable[[], torch.Tensor], rows: int, buffers: BufferPool) -> CpuGraph:
-        """Record a model run as documented in `Recorder.record`. Intermediate tensors use `buffers`."""
+        """Record a model run, as documented in `Recorder.record`. Intermediate tensors use `buffers`."""
         library, recording = self._library, Recording(self._library, buffers, rows)
         self._library = recording.library
         try:

@@ -1,4 +1,4 @@
-"""Sampling ops on a CPU: greedy tokens, log probabilities and top-k scores.
+"""Sampling ops on a CPU, which compute greedy tokens, log probabilities and top-k scores.
 
 `choose_greedy` and `gather_logprobs` sum in the same order, so both return bitwise equal log probabilities.
 """
@@ -19,7 +19,9 @@ class CpuSampling:
         token_masks: torch.Tensor | None = None,
         mask_indices: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Implement `Ops.choose_greedy`. A row with NaN returns the first NaN token, with log probability NaN."""
+        """Implement `Ops.choose_greedy`. If a row contains NaN, return its first NaN token and the log
+        probability NaN.
+        """
         logits = _with_unit_stride(logits)
         rows, vocabulary = logits.shape
         token_masks, mask_indices = _check_masks(logits, token_masks, mask_indices)
@@ -40,7 +42,7 @@ class CpuSampling:
         token_masks: torch.Tensor | None = None,
         mask_indices: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Implement `Ops.gather_logprobs`. Token IDs outside the vocabulary have log probability NaN."""
+        """Implement `Ops.gather_logprobs`. The log probability of a token ID outside the vocabulary is NaN."""
         logits, token_ids = _with_unit_stride(logits), token_ids.contiguous()
         rows, count = token_ids.shape
         if token_ids.dtype != torch.int64 or rows != len(logits):
@@ -65,7 +67,9 @@ class CpuSampling:
         token_masks: torch.Tensor | None = None,
         mask_indices: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Implement `Ops.top_k_scores`. Ties go to the lowest ID. Missing tokens have ID 0 and score -infinity."""
+        """Implement `Ops.top_k_scores`. If scores are equal, the lower token ID comes first. Missing tokens have ID 0
+        and score -infinity.
+        """
         logits = _with_unit_stride(logits)
         rows, vocabulary = logits.shape
         token_masks, mask_indices = _check_masks(logits, token_masks, mask_indices)
@@ -89,7 +93,7 @@ def _with_unit_stride(logits: torch.Tensor) -> torch.Tensor:
 def _check_masks(
     logits: torch.Tensor, token_masks: torch.Tensor | None, mask_indices: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return contiguous token masks. Raise `ValueError` if the kernels would read out of bounds."""
+    """Return contiguous token masks and mask indices. Raise `ValueError` if the kernels would read out of bounds."""
     if token_masks is None or mask_indices is None:
         return None, None
     rows, vocabulary = logits.shape

@@ -17,7 +17,7 @@ class Matrix(ctypes.Structure):
 
 
 class Lora(ctypes.Structure):
-    """The C++ struct for one batch's adapter table and LoRA segments."""
+    """The C++ struct with a batch's adapter table and LoRA segments."""
 
     _fields_ = struct_fields("Lora")
 
@@ -30,7 +30,7 @@ class NativeStruct(NamedTuple):
 
 
 class NativeLora(NamedTuple):
-    """The `Lora` struct for one batch, shared by all layers, and the number of tokens."""
+    """A batch's `Lora` struct, which all layers share, and its number of tokens."""
 
     address: int
     tokens: int
@@ -56,7 +56,9 @@ def lora_struct(lora: LoraBatch) -> NativeLora:
 
 
 def refresh_lora_plan(lora: LoraBatch, current: LoraBatch) -> None:
-    """Write the segments of `current` to the struct of `lora`, a graph's padded batch, before a replay."""
+    """Write the segments of `current` to the struct of `lora`, which is a graph's padded batch. Call this before a
+    replay.
+    """
     lora_struct(lora).write(*_segments(current))
 
 

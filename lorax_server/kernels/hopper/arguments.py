@@ -1,4 +1,4 @@
-"""Kernel arguments (ctypes mirrors of the CUDA structs) and constants shared by Python and CUDA.
+"""Kernel arguments, as ctypes structs that mirror the CUDA structs, and constants that Python and CUDA share.
 
 Every CUDA source receives these constants and asserts the layout of its struct, so a mismatch is a compile error.
 """

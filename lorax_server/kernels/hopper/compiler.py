@@ -1,6 +1,7 @@
-"""Compile CUDA C++ with NVRTC, and cache the cubins on disk.
+"""Compiles CUDA C++ sources with NVRTC, and caches the cubins on disk.
 
-NVRTC ships with torch, so no CUDA toolkit is needed. The cache key is a hash of architecture, NVRTC version and source.
+NVRTC is installed with torch, so no CUDA toolkit is needed. The cache key is a hash of the architecture, the NVRTC
+version and the source.
 """
 
 from collections.abc import Iterable
@@ -24,7 +25,7 @@ class Compiler:
         self.num_compiled = 0  # number of compilations, without cache hits
 
     def compile_all(self, sources: Iterable[str]) -> list[bytes]:
-        """Compile several CUDA sources in parallel and return the cubins in the same order."""
+        """Compile several CUDA sources in parallel, and return the cubins in the same order."""
         with ThreadPoolExecutor(COMPILE_THREADS) as threads:
             return list(threads.map(self.compile, sources))
 

@@ -95,7 +95,9 @@ class _Plan(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """Partial results of KV splits, merged by the last block of each sequence. Counters are 0 between launches."""
+    """Partial results of KV splits, which the last thread block of each sequence merges. The counters are 0 between
+    launches.
+    """
 
     sums: torch.Tensor
     softmax_stats: torch.Tensor
@@ -103,7 +105,9 @@ class _Scratch(NamedTuple):
 
 
 class DecodeAttention:
-    """Launches decode attention on one device. Steps share scratch memory: run one step at a time, on one stream."""
+    """Launches decode attention on one device. All steps share the scratch memory, so run one step at a time on one
+    stream.
+    """
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -188,7 +192,7 @@ class DecodeAttention:
     def _reserve_scratch(
         self, num_seqs: int, num_entries: int, num_heads: int, num_kv_heads: int, head_dim: int
     ) -> _Scratch:
-        """Return scratch memory that is large enough. Older allocations stay valid for captured graphs.
+        """Return scratch memory that is large enough. Earlier allocations stay valid, because captured graphs use them.
 
         Sizes are powers of two, so the total is at most twice the largest allocation.
         """

@@ -1,4 +1,4 @@
-"""Launch fused linear layers with LoRA (up to 128 rows), and LoRA alone after a cuBLAS product (up to 256 rows)."""
+"""Launches fused linear layers with LoRA (up to 128 rows), and only LoRA after a cuBLAS product (up to 256 rows)."""
 
 import ctypes
 import math
@@ -35,7 +35,7 @@ RECORD_BYTES = 32
 
 @dataclass(frozen=True)
 class LoraPlan:
-    """LoRA tiles and work items for one batch, at fixed device addresses."""
+    """A batch's LoRA tiles and work items, at fixed device addresses."""
 
     rows: int
     records: torch.Tensor  # [targets, rows], one record per tile
@@ -96,7 +96,7 @@ class FusedLinear:
         )
 
     def can_add_lora(self, out: torch.Tensor, targets: Sequence[LoraTarget]) -> bool:
-        """Return True if `add_lora` supports `out` and these targets, which must start at the first column."""
+        """Return True if `add_lora` supports `out` and these targets. The targets must start at the first column."""
         widths = [target.columns.stop - target.columns.start for target in targets]
         return (
             targets[0].columns.start == 0
@@ -210,7 +210,7 @@ class FusedLinear:
         return args
 
     def reserve_deltas(self, outputs: int) -> torch.Tensor:
-        """Return the LoRA output buffer D, shared by all linear layers with this number of outputs."""
+        """Return the LoRA output buffer D, which all linear layers with this number of outputs share."""
         if outputs not in self.deltas:
             self.deltas[outputs] = torch.empty(MAX_PARTS * HEIGHTS[-1], outputs, dtype=self.dtype, device=self.device)
         return self.deltas[outputs]

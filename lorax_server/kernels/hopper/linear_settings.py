@@ -1,4 +1,4 @@
-"""Launch settings for fused linear layers: measured for known shapes, estimated for other shapes."""
+"""Launch settings for fused linear layers. They are measured for known shapes, and estimated for other shapes."""
 
 import json
 from functools import cache
@@ -20,7 +20,7 @@ class LinearLaunchSetting(NamedTuple):
 
 @cache
 def _load_measured_settings() -> dict[str, dict[str, list[int]]]:
-    """Return measured settings by number of SMs, then by "inputs outputs height"."""
+    """Return the measured settings, keyed by the number of SMs and then by "inputs outputs height"."""
     path = files("lorax_server.kernels.hopper") / SETTINGS_FILE
     settings: dict[str, dict[str, list[int]]] = json.loads(path.read_text())
     return settings

@@ -1,4 +1,4 @@
-"""Launch RMSNorm and gated activation kernels."""
+"""Launches RMSNorm and gated activation kernels."""
 
 import torch
 
@@ -13,7 +13,7 @@ MAX_CHUNKS = 4
 
 
 def can_norm(x: torch.Tensor, residual: torch.Tensor | None) -> bool:
-    """Return True if the kernel supports this norm: contiguous rows that fit into one thread block."""
+    """Return True if the kernel supports this norm. The rows must be contiguous and fit into one thread block."""
     return (
         x.dim() == 2
         and x.shape[1] % 8 == 0

@@ -1,4 +1,4 @@
-"""All ops for Hopper GPUs: CUDA C++ kernels for half precision, Triton for other cases."""
+"""All ops for Hopper GPUs. They use CUDA C++ kernels for half precision, and Triton kernels in other cases."""
 
 from collections.abc import Sequence
 
@@ -42,7 +42,7 @@ MAX_FUSED_BASE_ROWS = 64  # without adapters; cuBLAS is faster for larger batche
 
 
 class HopperOps(TritonOps):
-    """All ops for one Hopper GPU."""
+    """Implements all ops for one Hopper GPU."""
 
     name = "Hopper (CUDA)"
 

@@ -35,17 +35,21 @@ class PrefillVariant:
 
     @property
     def num_warpgroups(self) -> int:
-        """Return the number of compute warpgroups (64 rows each): three if registers allow, otherwise two."""
+        """Return the number of compute warpgroups, which process 64 rows each: three if there are enough registers,
+        otherwise two.
+        """
         return 3 if self.head_dim <= 64 else 2
 
     @property
     def keys(self) -> int:
-        """Return the number of keys per tile, limited by registers."""
+        """Return the number of keys per tile, which the number of registers limits."""
         return {64: 112, 256: 64}.get(self.head_dim, 128)
 
     @property
     def rows(self) -> int:
-        """Return the number of rows per block: tokens x packed heads."""
+        """Return the number of rows per thread block, which is the number of tokens times the number of
+        packed heads.
+        """
         return 64 * self.num_warpgroups
 
     @property
@@ -99,7 +103,8 @@ class _Launch(NamedTuple):
 
 
 class PrefillAttention:
-    """Launches attention for all sequences with more than one new token. All keys and values are in the cache.
+    """Launches attention for all sequences with more than one new token. Their keys and values must already be in the
+    cache.
 
     Query heads that share a KV head are packed into one block, so short prefill chunks also fill all rows of a block.
     """
@@ -198,7 +203,9 @@ def _cache_map(cache: torch.Tensor, rows: int) -> bytes:
 
 
 def choose_packed_heads(group: int, rows: int) -> int:
-    """Return the number of query heads per block: the largest divisor of `group` with few idle rows."""
+    """Return the number of query heads per thread block: the largest divisor of `group` that leaves only few
+    rows idle.
+    """
     divisors = [pack for pack in range(1, min(group, rows) + 1) if group % pack == 0]
     return max(pack for pack in divisors if rows % pack <= MAX_IDLE_ROWS)
 
@@ -206,7 +213,8 @@ def choose_packed_heads(group: int, rows: int) -> int:
 def list_prefill_tiles(inputs: Iterable[int], cached: Iterable[int], tokens: int) -> Tiles:
     """Return tiles for sequences with several new tokens, `[tiles, 4]`, in descending order of work.
 
-    The columns are: sequence, first token in the batch, its position, and the number of tokens up to the sequence end.
+    The columns are the sequence, the first token in the batch, its position, and the number of tokens up to the end of
+    the sequence.
     """
     new, before = (np.array(list(lengths), dtype=np.int64) for lengths in (inputs, cached))
     starts = np.cumsum(new) - new

@@ -1,4 +1,4 @@
-"""CUDA sources of kernel variants. Each variant is compiled separately, when a model needs it."""
+"""The CUDA sources of kernel variants. Each variant is compiled separately when a model needs it."""
 
 import ctypes
 import re
@@ -158,7 +158,9 @@ class PromptLoraVariant:
 
 
 def write_kernel(bounds: str, args: type[ctypes.Structure], call: str) -> str:
-    """Return the CUDA source of a kernel that executes `call`. Its name is the called function plus `_kernel`."""
+    """Return the CUDA source of a kernel that executes `call`. The kernel's name is the name of the called function
+    plus `_kernel`.
+    """
     name = re.split(r"\W", call, maxsplit=1)[0] + "_kernel"
     head = f'extern "C" __global__ void __launch_bounds__({bounds}) {name}(const __grid_constant__ {args.__name__} p)'
     return f"{assert_layout(args)}\n{head} {{ {call} }}"

@@ -58,7 +58,7 @@ def check_layout(q: torch.Tensor, cache: LayerCache, batch: PagedBatch) -> None:
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """Return the head size rounded up to a power of two, at least 16."""
+    """Return the head size rounded up to a power of two that is at least 16."""
     return max(MIN_DOT_SIZE, int(triton.next_power_of_2(head_dim)))
 
 
@@ -178,7 +178,7 @@ def _find_splits(
 def _list_splits_kernel(
     input_lengths, cache_lengths, items, window, SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """List the splits of one sequence, after the splits of all previous sequences."""
+    """List the splits of one sequence. They follow the splits of all previous sequences."""
     seq = tl.program_id(0)
     before = 0
     for at in range(0, seq, SEQS_PER_COUNT):
@@ -314,7 +314,9 @@ def _merge_splits_kernel(
     partial, lse, input_lengths, cache_lengths, out, window, max_splits, sinks, HAS_SINKS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the split results of one head and sequence. Results of sequences with one split are already final."""
+    """Merge the results of the KV splits of one sequence and head. If a sequence has a single split, its result is
+    already final.
+    """
     head, seq = tl.program_id(0), tl.program_id(1).to(tl.int64)
     _, _, _, number = _find_splits(input_lengths, cache_lengths, seq, True, window, SPLIT_TOKENS, MAX_SPLITS)
     if number == 1:

@@ -1,7 +1,8 @@
-"""LoRA for decode steps: one launch for A (shrink), one for B (expand), for all targets in a linear layer.
+"""LoRA for decode steps. For all targets in a linear layer, one launch computes the product with A (shrink) and one the
+product with B (expand).
 
-Kernels read only device tensors, so one graph serves every mix of adapters and ranks. The split of the inputs into
-parts depends only on the shapes, and parts are added in a fixed order, so results are bitwise batch-invariant.
+The kernels read only device tensors, so one graph supports every mix of adapters and ranks. The split of the inputs
+into parts depends only on the shapes, and parts are added in a fixed order, so results are bitwise batch-invariant.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Embedding adapters: one launch applies every adapter weight to the base embedding rows."""
+"""Adapters on embeddings. One launch applies all adapter weights to the base embedding rows."""
 
 import torch
 import triton

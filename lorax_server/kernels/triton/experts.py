@@ -1,4 +1,4 @@
-"""Mixtures of experts: grouped matrix products over (expert, tile) work items, with LoRA.
+"""Mixtures of experts with LoRA, computed as grouped matrix products over (expert, tile) work items.
 
 A pair is a token and one of its experts. Pairs are sorted by expert on the device; a tile is a limited number of sorted
 pairs of one expert. All shapes are fixed and nothing is read on the host, so graphs can be replayed with other tokens
@@ -60,7 +60,7 @@ class Pairs(NamedTuple):
 
 
 def make_experts(count: int, matrices: Iterable[ExpertMatrices], activation: Activation) -> ExpertWeights:
-    """Copy the matrices of each expert to two tensors, `[experts, outputs, inputs]`."""
+    """Copy the matrices of all experts to two tensors `[experts, outputs, inputs]`."""
     stacks: list[torch.Tensor | None] = []
     for index, expert in enumerate(matrices):
         weights = [LinearWeights(matrix).plain for matrix in (expert.gate_up, expert.down)]
@@ -97,7 +97,7 @@ def run_experts(
 
 
 def sort_pairs(chosen: torch.Tensor, num_experts: int) -> Pairs:
-    """Sort the pairs of `chosen`, `[tokens, top_k]`, by expert. Pairs of one expert stay in order."""
+    """Sort the pairs in `chosen`, `[tokens, top_k]`, by expert. Pairs with the same expert keep their order."""
     tokens, top_k = chosen.shape
     order = chosen.new_empty(tokens * top_k, dtype=torch.int32)
     positions, starts = torch.empty_like(order), order.new_empty(num_experts + 1)
@@ -117,7 +117,7 @@ def _linear(
     *,
     gathers: bool,
 ) -> torch.Tensor:
-    """Return the product of each sorted pair with its expert's matrix, with LoRA.
+    """Return the product of each sorted pair's input with its expert's matrix, including LoRA.
 
     With `gathers`, the rows of `x` are tokens. Otherwise they are sorted pairs.
     """

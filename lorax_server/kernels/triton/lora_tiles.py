@@ -1,4 +1,5 @@
-"""LoRA tiles: a limited number of consecutive rows with the same adapter, as `[first row, rows, adapter, 0]`.
+"""LoRA tiles. A tile is a limited number of consecutive rows with the same adapter, written as `[first row, rows,
+adapter, 0]`.
 
 Decode tiles are listed on the device, so graphs can be replayed with different adapters. Prompt tiles are listed on the
 host; in a graph, unused tiles have no rows.

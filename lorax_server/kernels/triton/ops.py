@@ -1,7 +1,7 @@
 """All ops in Triton. LoRA uses the decode kernels for up to `DECODE_ROWS` tokens and the prompt kernels for more.
 
-Decode kernels read only device tensors, so graphs can replay them with different adapters. Prompt kernels can use
-host fields. Steps share scratch memory: run one step at a time, on one stream.
+Decode kernels read only device tensors, so graphs can replay them with different adapters. Prompt kernels can use host
+fields. All steps share the scratch memory, so run one step at a time on one stream.
 """
 
 from collections.abc import Sequence

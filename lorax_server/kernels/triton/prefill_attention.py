@@ -150,7 +150,7 @@ def _plan_kernel(input_lengths, cache_lengths, bounds, tiles, num_seqs, max_tile
 
 
 def _mark_decode_rows(batch: PagedBatch) -> _DecodeRows:
-    """Return all sequences in a graph's batch, with length 0 for those without exactly one new token."""
+    """Return all sequences in a graph's batch. The length is 0 for sequences that do not have exactly one new token."""
     assert batch.cu_seqlens is not None
     is_single, first, last = batch.input_lengths == 1, batch.cu_seqlens[:-1].long(), len(batch.slots)
     cached = torch.where(is_single, batch.cache_lengths, 0)

@@ -1,4 +1,4 @@
-"""LoRA for prompts: write the LoRA output first, then accumulate the base product into it.
+"""LoRA for prompts. The LoRA output is written first, and then the base product is added to it.
 
 This halves the memory traffic of adding LoRA to a finished output. Grids are sized by the actual LoRA segments or, in a
 graph, by the maximum, because the host does not know the segments.

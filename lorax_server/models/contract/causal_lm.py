@@ -229,7 +229,7 @@ class CausalLM(PaddedLM, Model):
     def _append_text(self, batch: CausalLMBatch, row: int, token_id: int) -> tuple[str, bool]:
         """Detokenize a new token, and update the stopping criteria.
 
-        Return the new text, and whether the token is special.
+        Return the new text, and True if the token is a special token.
         """
         stop, prefix, read = batch.stopping_criterias[row], batch.prefix_offsets[row], batch.read_offsets[row]
         if stop.current_tokens == 0:

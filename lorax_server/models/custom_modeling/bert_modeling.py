@@ -1,4 +1,4 @@
-"""BERT and its relatives: RoBERTa, XLM-RoBERTa, DistilBERT and MPNet."""
+"""BERT and related encoders: RoBERTa, XLM-RoBERTa, DistilBERT and MPNet."""
 
 import math
 from dataclasses import replace
@@ -86,7 +86,7 @@ class DistilBertModel(EncoderModel):
 
 
 class DistilBertEncoder(BertEncoder):
-    """DistilBERT: BERT without token types, with other names."""
+    """DistilBERT: BERT without token types, and with other module names."""
 
     @staticmethod
     def describe(config: Any) -> Architecture:
@@ -127,7 +127,7 @@ class MPNetModel(PaddingAwareModel):
 
 
 class MPNetEncoder(RobertaEncoder):
-    """MPNet: RoBERTa with a learned bias for the distance of query and key."""
+    """MPNet: RoBERTa with a learned bias for the distance between query and key."""
 
     @staticmethod
     def describe(config: Any) -> Architecture:

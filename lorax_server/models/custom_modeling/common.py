@@ -1,4 +1,4 @@
-"""Building blocks that several architectures share: MLPs, head norms, layers, ALiBi slopes, learned positions."""
+"""Building blocks that several architectures share: MLPs, head norms, layers, ALiBi slopes and learned positions."""
 
 import math
 from collections.abc import Callable
@@ -33,7 +33,9 @@ def layer_windows(config: Any) -> list[int | None]:
 
 
 def find_sparse_layers(config: Any) -> list[bool]:
-    """Return, for each layer, whether the config's fields for Qwen's models give it experts instead of an MLP."""
+    """Return a list that contains True for each layer that has experts instead of an MLP, according to the config
+    fields of Qwen models.
+    """
     return [
         layer not in config.mlp_only_layers and config.num_experts > 0 and (layer + 1) % config.decoder_sparse_step == 0
         for layer in range(config.num_hidden_layers)

@@ -31,7 +31,9 @@ class HeadLayer(NamedTuple):
 
 
 class ClassifierHeads(NamedTuple):
-    """The layers of the heads for sequences and tokens, and how a sequence becomes one vector."""
+    """The layers of the heads for sequence and token classification, and the function that reduces a sequence to one
+    vector.
+    """
 
     sequence: tuple[HeadLayer, ...]
     token: tuple[HeadLayer, ...]
@@ -50,7 +52,7 @@ class EncoderAttention(FlashLlamaAttention):
 
 
 class EncoderLayer(FlashLlamaLayer):
-    """A layer with norms after the residual sums of attention and MLP."""
+    """A layer that applies norms after the residual additions of attention and MLP."""
 
     def load_norms(self, names: ModuleNames, load: Callable[[str], nn.Module]) -> None:
         assert names.added_norms is not None
@@ -102,7 +104,7 @@ class EncoderModel(FlashLlamaModel):
 
 
 class PaddingAwareModel(EncoderModel):
-    """An encoder that counts positions from `padding_id + 1` on and does not count padding tokens in the text."""
+    """An encoder whose positions start at `padding_id + 1` and skip padding tokens in the text."""
 
     def __init__(self, prefix: str, config: Any, weights: Weights, *args: Any) -> None:
         super().__init__(prefix, config, weights, *args)

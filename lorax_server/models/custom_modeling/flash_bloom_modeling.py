@@ -1,4 +1,4 @@
-"""BLOOM: ALiBi, a norm after the embedding, and biases everywhere."""
+"""BLOOM: ALiBi, a norm after the embedding, and biases in all layers."""
 
 from functools import partial
 from typing import Any

@@ -81,7 +81,7 @@ def _load_experts(
 
 
 def _separate(x: torch.Tensor, inner: Shard) -> torch.Tensor:
-    """Return this rank's outputs of gate, then those of up."""
+    """Return this rank's outputs of the gate matrix, followed by its outputs of the up matrix."""
     return torch.cat([inner.select(x[0::2], dim=0), inner.select(x[1::2], dim=0)])
 
 

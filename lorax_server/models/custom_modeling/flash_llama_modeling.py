@@ -39,7 +39,7 @@ from lorax_server.weights import Weights
 
 
 def __getattr__(name: str) -> Any:
-    """Import `LlamaConfig` lazily: importing transformers takes seconds."""
+    """Import `LlamaConfig` lazily, because importing transformers takes seconds."""
     if name != "LlamaConfig":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from transformers import LlamaConfig  # noqa: PLC0415

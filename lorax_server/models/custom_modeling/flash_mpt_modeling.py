@@ -61,7 +61,8 @@ def _read_attention(config: Any) -> dict[str, Any]:
 def _slopes(num_heads: int, steepest: float) -> torch.Tensor:
     """Return the ALiBi slopes for all heads.
 
-    If the number of heads is not a power of 2, MPT uses slopes for the next higher power, odd indices first.
+    If the number of heads is not a power of 2, MPT uses the slopes for the next higher power of 2, starting with the
+    odd indices.
     """
     power = 2 ** math.ceil(math.log2(num_heads))
     slopes = torch.tensor([2.0 ** (-steepest * (head + 1) / power) for head in range(power)])

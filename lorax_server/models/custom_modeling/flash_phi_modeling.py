@@ -1,4 +1,4 @@
-"""Phi-1, 1.5 and 2: layer norms, biases everywhere, partial RoPE, and attention parallel to the MLP."""
+"""Phi-1, 1.5 and 2: layer norms, biases in all layers, partial RoPE, and attention parallel to the MLP."""
 
 from functools import partial
 from typing import Any

@@ -54,7 +54,7 @@ class NomicBertEncoder(BertEncoder):
 
 
 def _check_original_fields(config: Any) -> None:
-    """Reject configs of the original code that transformers reads with other values."""
+    """Reject configs of the original implementation that transformers interprets differently."""
     expected = ORIGINAL_VALUES | {old: getattr(config, new) for old, new in ORIGINAL_FIELDS.items()}
     expected["rotary_emb_base"] = config.rope_parameters["rope_theta"]
     for field, value in expected.items():

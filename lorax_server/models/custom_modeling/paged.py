@@ -1,4 +1,6 @@
-"""Base class for paged models: forward pass, KV cache allocation, embedding and LM head loading."""
+"""The base class of paged models. Implements the forward pass, allocates the KV cache, and loads the embedding and the
+LM head.
+"""
 
 from typing import Any, Protocol
 
@@ -98,7 +100,7 @@ class PagedCausalLM(nn.Module):
         cross_attention_states: torch.Tensor | None = None,
         skip_lm_head: bool = False,
     ) -> PagedOutput:
-        """Return logits, and None for speculative logits, which are not supported.
+        """Return the logits, and None in place of speculative logits, which are not supported.
 
         If `lm_head_indices` is given, only the logits of these tokens are computed. `cu_seqlen_prefill` is None if
         every sequence has exactly one token. With `skip_lm_head`, return hidden states instead of logits. Outputs are
@@ -187,6 +189,6 @@ def head_size(hidden_size: int, num_heads: int) -> int:
 
 
 def check_positions(ctx: PagedContext, limit: int) -> None:
-    """Reject sequences that are longer than the learned position table."""
+    """Raise an error if a sequence is longer than the table of learned positions."""
     if ctx.max_position > limit:
         raise InputError(f"sequence length must be at most {limit} for this model (got {ctx.max_position})")
