@@ -132,10 +132,10 @@ def preload(engine: Engine, config: EngineConfig) -> None:
 
 
 def warm_up(engine: Engine) -> float:
-    """Run short requests, and return the decode speed of one sequence, in tokens per second.
+    """Run short requests, and return the decode speed of a single sequence in tokens per second.
 
-    The first request includes one-time initialization, so that it does not delay the first real request. Return 0 if
-    the model does not generate text.
+    The first of these requests performs one-time initialization, which would otherwise delay the first client request.
+    Return 0 if the model does not generate text.
     """
     if engine.capabilities.task != "generate":
         _time_decode_step(engine, 1)

@@ -1,4 +1,4 @@
-"""Tensor-parallel process groups, and sharding of dimensions over ranks."""
+"""Tensor-parallel process groups, and shards of dimensions over ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -167,7 +167,9 @@ def shard_units(group: ProcessGroup, parts: Sequence[tuple[int, int]], name: str
 
 
 def shard_kv_heads(group: ProcessGroup, num_kv_heads: int, head_dim: int) -> Shard:
-    """Return this rank's shard of the KV heads. With fewer heads than ranks, several ranks have the same head."""
+    """Return this rank's shard of the KV heads. If there are fewer heads than ranks, several ranks have the
+    same head.
+    """
     rank, ranks = group.rank(), group.size()
     if num_kv_heads < ranks and ranks % num_kv_heads == 0:
         head = rank * num_kv_heads // ranks

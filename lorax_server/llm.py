@@ -74,7 +74,9 @@ class _Update(NamedTuple):
 
 
 class LLM:
-    """A model with its adapters, for offline inference. Thread-safe: concurrent calls share a batch."""
+    """A model with its adapters, for offline inference. All methods are thread-safe, and concurrent calls share a
+    batch.
+    """
 
     def __init__(
         self,
@@ -143,7 +145,7 @@ class LLM:
 
         `params`, `stop`, `adapter` and `structure` apply to all prompts, or are lists with one entry per prompt. An
         `adapter` of None selects the base model. The functions in `structured_output.grammars` create structures.
-        `progress=True` shows a progress bar; None does so only on a terminal. `on_error="return"` stores each error in
+        `progress=True` shows a progress bar; None shows it only in a terminal. `on_error="return"` stores each error in
         its completion, instead of raising the first error.
         """
         if on_error not in ("raise", "return"):
@@ -179,7 +181,7 @@ class LLM:
         adapter: str | None = None,
         structure: Structure | None = None,
     ) -> Iterator[TokenEvent]:
-        """Generate one completion and yield an event per token. Closing the iterator aborts the request."""
+        """Generate a completion and yield an event for each token. Closing the iterator aborts the request."""
         self._check_task(GENERATE)
         resolved = self._resolve_all([adapter], "raise")[0]
         run = self._make_generation(prompt, resolved, params, stop, structure, False, adapter)
@@ -318,10 +320,10 @@ class LLM:
     ) -> None:
         """Replace an adapter's weights. Requests that start after this call use the new weights.
 
-        `tensors` has the names of `adapter_model.safetensors`, and is copied. `config` is a PEFT config or a mapping
-        as in `adapter_config.json`; None keeps the present config. With `running="finish"`, unfinished requests keep
-        the old weights. With `running="move"`, their next step uses the new weights with the present KV cache. After
-        an error, the old weights stay in use.
+        `tensors` has the same names as `adapter_model.safetensors`, and is copied. `config` is a PEFT config or a
+        mapping as in `adapter_config.json`; None keeps the current config. With `running="finish"`, unfinished requests
+        keep the old weights. With `running="move"`, their next step uses the new weights with the existing KV cache.
+        After an error, the old weights stay in use.
         """
         if running not in ("finish", "move"):
             raise InputError(f"running must be 'finish' or 'move' (got {running!r})")
@@ -358,7 +360,7 @@ class LLM:
             raise
 
     def unload_adapter(self, adapter_id: str) -> None:
-        """Unload all versions of an adapter, as soon as no request uses them."""
+        """Unload all versions of an adapter as soon as no request uses them."""
         identities = self._loaded.pop(adapter_id, set())
         try:
             identities.add(self._wait_for(self._resolve(adapter_id)).identity)

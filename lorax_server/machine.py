@@ -1,4 +1,4 @@
-"""CPU and memory limits of this process or its container, and default sizes derived from them."""
+"""Finds the CPU and memory limits of this process or its container, and derives default sizes from them."""
 
 import os
 import resource

@@ -1,4 +1,4 @@
-"""The supported model types, and a check of `config.json`. The check needs neither torch nor the model's weights."""
+"""Lists the supported model types, and checks `config.json`. The check needs neither torch nor the model's weights."""
 
 import ast
 import json

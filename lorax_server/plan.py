@@ -62,7 +62,7 @@ AdapterOp = Prepare | Load | Move | Unload | Drop
 
 @dataclass(frozen=True)
 class Prepared:
-    """The result of `Prepare` on all ranks: adapter sizes, or the error."""
+    """The result of `Prepare` on all ranks, with the adapter sizes or the error."""
 
     identity: str
     units: int = 0  # size in the device buffer
@@ -94,11 +94,12 @@ class NewSequence(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step as data. Each column has one entry per sequence, sorted by adapter. A plan may have no sequences.
+    """The description of a step. Each column has one entry per sequence, and the entries are sorted by adapter. A plan
+    may have no sequences.
 
-    A plan contains token positions, not token IDs, because the workers store the tokens. Sampled tokens may not have
-    reached the engine yet. Draft tokens are the exception. A sequence with draft tokens samples one token after each of
-    them, and one before the first.
+    A plan contains token positions instead of token IDs, because the workers store the tokens, and the engine may not
+    have received the latest sampled tokens yet. The only exception is draft tokens. A sequence with draft tokens
+    samples one token before the first draft token, and one after each draft token.
     """
 
     step: int

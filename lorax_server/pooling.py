@@ -1,4 +1,6 @@
-"""Find a model's task and read its pooling settings from its folder. Needs neither torch nor the model's weights."""
+"""Finds a model's task and reads its pooling settings from its folder. This needs neither torch nor the model's
+weights.
+"""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Daemon thread pool, and helpers for futures."""
+"""A pool of daemon threads, and helpers for futures."""
 
 import asyncio
 import threading

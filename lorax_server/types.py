@@ -143,7 +143,7 @@ class Request:
 
 
 class FinishReason(IntEnum):
-    """Why a completion stopped. The values match `generate.proto`."""
+    """The reason why a completion stopped. The values match `generate.proto`."""
 
     LENGTH = 0
     EOS_TOKEN = 1
@@ -203,7 +203,7 @@ class Pooled(NamedTuple):
 
 
 class Output(NamedTuple):
-    """One step's result for one request: new tokens, or a failure."""
+    """The result of a step for one request: new tokens, or a failure."""
 
     request_id: int
     tokens: tuple[SampledToken, ...] = ()  # empty for a failure; several tokens if tokens are forced
@@ -222,7 +222,7 @@ class Output(NamedTuple):
 
 
 class AdapterRef(NamedTuple):
-    """An adapter as named in a request: source, name and access token."""
+    """An adapter as a request names it, with its source, name and access token."""
 
     source: str
     name: str

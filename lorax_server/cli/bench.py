@@ -41,7 +41,7 @@ class RequestTiming:
 
     @property
     def per_token_s(self) -> float | None:
-        """Mean time between two tokens, or None if fewer than two tokens arrived."""
+        """The mean time between two tokens, or None if fewer than two tokens arrived."""
         if self.first_s is None or self.tokens < 2:
             return None
         return (self.total_s - self.first_s) / (self.tokens - 1)
@@ -115,7 +115,7 @@ def _measure(api: ApiClient, body: Mapping[str, Any]) -> RequestTiming:
 
 
 def summarize(samples: Sequence[RequestTiming], wall_s: float) -> dict[str, Any]:
-    """Return the failed request count per reason, and throughput and latency of the successful requests."""
+    """Return the number of failed requests for each reason, and the throughput and latency of successful requests."""
     done = [sample for sample in samples if not sample.error]
     tokens = sum(sample.tokens for sample in done)
     return {

@@ -167,7 +167,7 @@ def select_gguf_files(model_id: str, wanted: str, names: Collection[str]) -> lis
 
 
 def _split_stem(name: str) -> str | None:
-    """Return the common name of a split file's parts, or None for other files."""
+    """Return the name that the parts of a split file share, or None for other files."""
     folder, _, file = name.rpartition("/")
     match = SPLIT_NAME.fullmatch(file)
     return None if match is None else f"{folder}/{match[1]}-of-{match[3]}"

@@ -1,4 +1,4 @@
-"""Checks at startup that the installed packages have the versions that lorax_server needs."""
+"""Checks at startup if the installed packages have the versions that lorax_server requires."""
 
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, requires, version

@@ -72,7 +72,7 @@ class Flag:
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """Environment variables that set this flag, in order of precedence."""
+        """The environment variables that set this flag, in order of precedence."""
         if self.name == "--env":  # ENV is often set for other purposes
             return ()
         prefix = "LORAX_" * self.has_env_prefix

@@ -1,4 +1,4 @@
-"""LoRAX flags and environment variables: their names, and which of them are ignored."""
+"""The names of LoRAX flags and environment variables, and the reasons why some of them are ignored."""
 
 # LoRAX flags by settings field. Their environment variables have no LORAX_ prefix.
 FLAG_NAMES = {

@@ -1,4 +1,4 @@
-"""Models in Python packages, which `--model-id` selects by name without a model hub."""
+"""Finds models in Python packages, which `--model-id` selects by name without a model hub."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,7 +27,7 @@ def find_local_model(model_id: str) -> Path | None:
 def _find_packaged_model(model_id: str) -> Path | None:
     """Return the folder of a packaged model, or None for other models. Raise ConfigError if it is not installed.
 
-    The package's code is never imported. Its dependencies are not needed.
+    The package is never imported, so its dependencies do not have to be installed.
     """
     model = PACKAGED_MODELS.get(model_id)
     if model is None:

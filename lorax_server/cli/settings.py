@@ -23,7 +23,9 @@ WATERMARK_VALUES = {"watermark_gamma": 0.5, "watermark_delta": 2.0}
 
 @dataclass(frozen=True)
 class ParsedSettings:
-    """Parsed flags and environment variables: values that the operator set, and values derived from them."""
+    """The parsed flags and environment variables. They contain the values that the operator set, and values derived
+    from them.
+    """
 
     values: Mapping[str, Any] = field(repr=False)  # by `Flag.key`; includes secrets
     origins: Mapping[str, str]  # the flag or environment variable that set each value, by `Flag.key`
@@ -95,7 +97,7 @@ class ParsedSettings:
         return ServerConfig(engine, self.model_id, **self._fields_of(*ServerConfig.__mro__) | computed)
 
     def _fields_of(self, *settings: type) -> dict[str, Any]:
-        """Return the values that the operator set for fields of these settings classes."""
+        """Return the values that the operator set, for the fields of these settings classes."""
         flags = [flag for flag in FLAGS if flag.settings in settings and flag.key in self.values]
         return {flag.field: self.values[flag.key] for flag in flags}
 

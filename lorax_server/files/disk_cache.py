@@ -23,7 +23,7 @@ def cache_folder(name: str) -> Path:
 
 
 def make_key(*parts: str | bytes) -> str:
-    """Return a cache key: a hash of the strings, including their lengths."""
+    """Return a cache key, which is a hash of the strings and their lengths."""
     digest = hashlib.sha256()
     for part in parts:
         content = part.encode() if isinstance(part, str) else part

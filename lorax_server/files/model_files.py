@@ -1,4 +1,4 @@
-"""Finds the files in a model folder, and detects missing and truncated files. Does not read tensors."""
+"""Finds the files in a model folder, and detects missing and truncated files without reading tensors."""
 
 import json
 from pathlib import Path

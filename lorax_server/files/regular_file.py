@@ -1,4 +1,4 @@
-"""Open untrusted files safely, and detect replaced files by inode, size and timestamps."""
+"""Opens untrusted files safely, and detects replaced files by inode, size and timestamps."""
 
 import os
 import stat
@@ -13,7 +13,7 @@ Stamp = tuple[int, ...]
 
 
 class FileChangedError(OSError):
-    """The file changed after the adapter was resolved."""
+    """Raised if a file has changed since the adapter was resolved."""
 
 
 def read_stamp(file: Path | int) -> Stamp:
@@ -51,7 +51,7 @@ def stamped_size(stamp: Stamp) -> int:
 def open_regular_file(path: Path, stamp: Stamp | None = None) -> BufferedReader:
     """Open a regular file for reading.
 
-    Raises OSError for FIFOs and devices, without blocking, and FileChangedError if the file does not have `stamp`.
+    Raise OSError for FIFOs and devices without blocking, and FileChangedError if the file's stamp differs from `stamp`.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -67,7 +67,9 @@ def open_regular_file(path: Path, stamp: Stamp | None = None) -> BufferedReader:
 
 @contextmanager
 def convert_read_errors(label: str, path: Path) -> Iterator[None]:
-    """Convert OSError to AdapterError, or to SourceError if the file changed. Messages start with `label`."""
+    """Convert OSError in the context to AdapterError, or to SourceError if the file has changed. Messages start with
+    `label`.
+    """
     try:
         yield
     except FileChangedError as error:

@@ -1,1 +1,1 @@
-"""Turn the tokens of one completion into text and apply stop rules."""
+"""Converts the tokens of a completion to text and applies stop rules."""

@@ -14,7 +14,8 @@ def candidate_seed(seed: int, index: int) -> int:
 
 
 def sort_candidates(logprobs: Sequence[Sequence[float]]) -> list[int]:
-    """Return the candidate indices in descending order of mean log probability. Ties keep their order.
+    """Return the candidate indices in descending order of mean log probability. Candidates with equal values keep their
+    order.
 
     Candidates without tokens or with NaN log probabilities come last.
     """

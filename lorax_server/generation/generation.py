@@ -1,4 +1,4 @@
-"""Convert a request's engine outputs to text, until the completion stops."""
+"""Converts a request's engine outputs to text until the completion stops."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

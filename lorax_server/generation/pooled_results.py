@@ -51,7 +51,7 @@ def find_prompt(config: PoolingConfig, prompt_name: str | None = None) -> str:
 
 
 def prepare_text(prompt: str, text: str, config: PoolingConfig) -> str:
-    """Return a text as the model expects it, with its prompt."""
+    """Return a text in the form that the model expects, including its prompt."""
     return (prompt + text).lower() if config.lower_case else prompt + text
 
 
@@ -67,7 +67,9 @@ def prepare_pair(query: str, document: str, config: PoolingConfig, instruction: 
 
 
 def slice_inputs(sizes: Sequence[int]) -> list[slice]:
-    """Divide inputs with these numbers of characters into slices of limited size, or of one input."""
+    """Divide inputs into slices of limited size, given their numbers of characters. A slice contains at least one
+    input.
+    """
     slices, start, total = list[slice](), 0, 0
     for index, size in enumerate(sizes):
         if index > start and (total + size > SLICE_CHARACTERS or index - start == SLICE_INPUTS):
@@ -80,7 +82,9 @@ def slice_inputs(sizes: Sequence[int]) -> list[slice]:
 def encode_inputs(
     tokenizer: TextTokenizer, texts: Sequence[Any], config: PoolingConfig, limit: int, truncate: bool
 ) -> list[EncodedText]:
-    """Return the tokens of texts or pairs of texts, at most `limit` each. Raise if a text is too long."""
+    """Return the tokens of texts or pairs of texts, with at most `limit` tokens each. Raise if a text is too long,
+    unless `truncate` is set.
+    """
     if not truncate:  # before tokenizing, which is slow for long texts
         for text in texts:
             parts = [text] if isinstance(text, str) else text
@@ -142,7 +146,7 @@ def to_score(pooled: Pooled, config: PoolingConfig) -> float:
 
 
 def to_entities(pooled: Pooled, config: PoolingConfig, text: str, encoded: EncodedText) -> list[Entity]:
-    """Group tokens to entities, as transformers does with `aggregation_strategy="simple"`."""
+    """Group tokens into entities, like transformers with `aggregation_strategy="simple"`."""
     _, size = pooled.shape
     _require_head(range(size))
     values, labels = read_values(pooled), find_labels(size, config)

@@ -1,4 +1,4 @@
-"""Stop rules: when a completion finishes, and which text is returned."""
+"""Stop rules, which determine when a completion stops and which text is returned."""
 
 from lorax_server.types import FinishReason, StopParams
 
@@ -59,7 +59,7 @@ class StoppingCriteria:
         return self.params.max_new_tokens <= self.current_tokens + 1 or token_id in self._all_stop_token_ids
 
     def __call__(self, last_token: int, last_text: str, pending_text: str = "") -> tuple[bool, FinishReason | None]:
-        """Append a token and its text. Return whether the completion stops, and the finish reason.
+        """Append a token and its text. Return True if the completion stops, and the finish reason.
 
         If this is the last token, `pending_text` is also appended.
         """
@@ -86,7 +86,7 @@ class StoppingCriteria:
         return reason is not None, reason
 
     def _append_text(self, text: str) -> tuple[str, bool]:
-        """Append text, and return the text that is not held back and whether a stop string was found."""
+        """Append text. Return the text that is not held back, and True if a stop string was found."""
         if not self._matchers or self.current_tokens <= self.params.min_new_tokens:
             return text, False
         num_held = len(self._held)

@@ -1,1 +1,1 @@
-"""Read GGUF files: models and adapters in llama.cpp's format."""
+"""Reads GGUF files, which contain models and adapters in llama.cpp's format."""

@@ -1,4 +1,4 @@
-"""Parse GGUF headers: metadata, and the location of each tensor.
+"""Parses GGUF headers, which contain the metadata and the location of each tensor.
 
 Files are untrusted. All counts, lengths and offsets are checked against the file size before memory is allocated.
 """
@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 
 class TensorType(NamedTuple):
-    """A tensor type: rows consist of blocks with `block` elements in `num_bytes` bytes."""
+    """A tensor type. Rows consist of blocks, which store `block` elements in `num_bytes` bytes."""
 
     name: str
     block: int
@@ -288,7 +288,7 @@ class _Parser:
         return number
 
     def _advance(self, count: int) -> int:
-        """Move the position by `count` bytes, after reading them if necessary. Return the previous position."""
+        """Move the position forward by `count` bytes, which are read if necessary. Return the previous position."""
         start, self._position = self._position, self._position + count
         if self._position > len(self._header):
             self._read_more()

@@ -1,4 +1,4 @@
-"""Build a tokenizer, its special tokens and its chat templates from a GGUF file's metadata."""
+"""Builds a tokenizer, its special tokens and its chat templates from a GGUF file's metadata."""
 
 from collections.abc import Iterator, Mapping
 from operator import itemgetter
@@ -141,7 +141,7 @@ def _read_chat_templates(file: GGUFFile) -> list[dict[str, str]]:
 
 
 def _make_byte_level(file: GGUFFile, tokens: list[str]) -> tuple[Tokenizer, bool]:
-    """Return a byte-level BPE tokenizer, and whether it adds a BOS token by default."""
+    """Return a byte-level BPE tokenizer, and True if it adds a BOS token by default."""
     name = file.get("tokenizer.ggml.pre", str) or "default"
     if name not in PRE_TOKENIZERS:
         hint = "; convert the model again with a current llama.cpp" if name == "default" else ""
@@ -199,7 +199,7 @@ def _make_sentencepiece(file: GGUFFile, tokens: list[str], unknown: str | None) 
 
 
 def _derive_merges(ranks: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that form a token, best first."""
+    """Return all pairs of tokens whose concatenation is a token, best first."""
     ids = {token: index for index, token in enumerate(ranks)}
     merges = []
     for token, rank in ranks.items():

@@ -1,4 +1,4 @@
-"""Inputs and outputs of samplers: parameters, token history, token masks and sampled tokens."""
+"""The inputs and outputs of samplers: parameters, token history, token masks and sampled tokens."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ MIN_TEMPERATURE = 1e-6  # dividing by a lower temperature would overflow to infi
 
 @dataclass(frozen=True)
 class SequenceSampling(DerivedCache):
-    """One sequence's sampling parameters, with a cache for values that samplers derive from them.
+    """A sequence's sampling parameters, with a cache for values that samplers derive from them.
 
     Tokens in `all_stop_token_ids` are not sampled before `min_new_tokens` tokens have been generated.
     """
@@ -89,7 +89,7 @@ class TokenMasks(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """Sampled tokens. Log probabilities are NaN in rows whose logits contain NaN."""
+    """The sampled tokens and their log probabilities, which are NaN in rows whose logits contain NaN."""
 
     token_ids: torch.Tensor  # [rows]
     logprobs: torch.Tensor  # [rows] float32

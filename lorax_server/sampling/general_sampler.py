@@ -45,7 +45,7 @@ class _RowGroup(NamedTuple):
 
 
 class GeneralSampler:
-    """Sampler for one batch composition. It supports all sampling parameters.
+    """A sampler for one batch composition. It supports all sampling parameters.
 
     After token masks, the order is the same as in LoRAX: watermark, repetition penalty, frequency and presence
     penalty, logit bias, forbidden tokens, and for sampled rows temperature, top-k, top-p, min-p, typical-p.
@@ -89,7 +89,7 @@ class GeneralSampler:
     def __call__(self, logits: torch.Tensor, history: History | None, masks: TokenMasks | None = None) -> Sampled:
         """Sample a token for each row of `logits`, `[rows, vocabulary]`, without modifying `logits`.
 
-        `history` may be None if all rows are greedy, without penalties, watermark or `min_new_tokens`.
+        `history` may be None if all rows are greedy and use no penalties, watermark or `min_new_tokens`.
         """
         raw = logits.float()
         scores = self._apply_penalties(raw, history, masks)

@@ -25,7 +25,7 @@ _UNSET, _MAX_INT32 = -1.0, 2**31 - 1
 
 
 class _PackedParams(NamedTuple):
-    """One sequence's sampling parameters in the kernel's format. Fields that depend on the batch are not set."""
+    """A sequence's sampling parameters in the kernel's format. Fields that depend on the batch are not set."""
 
     record: bytes  # one `ROW_PARAMS_DTYPE` element
     depends_on_batch: bool  # True if some fields depend on the batch
@@ -94,7 +94,7 @@ class KernelSampler:
     def __call__(self, logits: torch.Tensor, history: History | None, masks: TokenMasks | None = None) -> Sampled:
         """Sample a token for each row of `logits`, `[rows, vocabulary]`, without modifying `logits`.
 
-        `history` may be None if all rows are greedy, without penalties, watermark or `min_new_tokens`.
+        `history` may be None if all rows are greedy and use no penalties, watermark or `min_new_tokens`.
         """
         inputs = SamplingInputs(logits)
         if history is not None:

@@ -20,7 +20,7 @@ def penalize_repetition(scores: torch.Tensor, seen: torch.Tensor, penalty: torch
 def penalize_counts(
     scores: torch.Tensor, counts: torch.Tensor, frequency: torch.Tensor, presence: torch.Tensor
 ) -> torch.Tensor:
-    """Subtract `frequency` per occurrence, and `presence` once, from the scores of generated tokens."""
+    """Subtract `frequency` for each occurrence, and `presence` once, from the scores of generated tokens."""
     return scores.sub_(counts * frequency[:, None] + (counts > 0) * presence[:, None])
 
 
@@ -29,7 +29,9 @@ def apply_temperature(scores: torch.Tensor, temperature: torch.Tensor) -> torch.
 
 
 def keep_top_k(scores: torch.Tensor, k: torch.Tensor, max_k: int) -> torch.Tensor:
-    """Keep the k best tokens, and tokens with the same score as the k-th. `max_k` is the largest k in the batch."""
+    """Keep the k best tokens, and other tokens with the same score as the k-th token. `max_k` is the largest k in the
+    batch.
+    """
     worst_kept = scores.topk(max_k, dim=-1).values.gather(-1, k[:, None] - 1)
     return scores.masked_fill_(scores < worst_kept, NEG_INF)
 
@@ -54,8 +56,8 @@ def keep_top_p(scores: torch.Tensor, one_minus_p: torch.Tensor) -> torch.Tensor:
 def _sort_until(scores: torch.Tensor, weights: torch.Tensor, mass: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the best scores in descending order, and their token IDs. Their total weight is at least `mass`.
 
-    Sorting is slow on CPUs, so the top candidates are tried first; these are nearly always enough. On GPUs, the check
-    would synchronize the host.
+    Sorting is slow on CPUs, so the top candidates are tried first, which are nearly always sufficient. On GPUs, all
+    scores are sorted, because this check would synchronize the host.
     """
     if is_host(scores.device):
         best, ids = scores.topk(min(TOP_P_SEARCH_TOKENS, scores.shape[-1]), dim=-1)

@@ -27,7 +27,7 @@ class _Method(Enum):
 
 
 class _MethodGroup(NamedTuple):
-    """Rows that use the same sampling method."""
+    """The rows that use the same sampling method."""
 
     method: _Method
     rows: list[int]
@@ -71,7 +71,9 @@ class Sampler:
         return self.sample(logits, history, masks)
 
     def sample(self, logits: torch.Tensor, history: History | None, masks: TokenMasks | None = None) -> Sampled:
-        """Sample as `__call__` does. The caller must be in inference mode, because entering it takes microseconds."""
+        """Sample tokens, like `__call__`. The caller must already be in inference mode, because entering this mode
+        takes microseconds.
+        """
         assert history is not None or not self.needs_history, "`history` is required for these sampling parameters"
         if self._batch_sampler is not None:
             return self._batch_sampler(logits, history, masks)

@@ -33,7 +33,7 @@ class _Candidates(NamedTuple):
 
 
 class TopKSampler:
-    """Sampler for rows that set only temperature, top-k, top-p and min-p.
+    """A sampler for rows that set only temperature, top-k, top-p and min-p.
 
     Sums are computed sequentially in float64, so results do not depend on thread count or other rows.
     """
@@ -93,7 +93,7 @@ class TopKSampler:
         return totals
 
     def _filter(self, candidates: _Candidates, totals: Floats) -> Bools:
-        """Return a bool array, `[rows, candidates]`, that is True for candidates kept by top-k, top-p and min-p."""
+        """Return a bool array `[rows, candidates]` that is True for candidates that top-k, top-p and min-p keep."""
         row_indices = np.arange(len(candidates.scores))
         worst = candidates.scores[row_indices, np.minimum(self._top_k, self._num_candidates) - 1]
         kept: Bools = (candidates.scores >= worst[:, None]) | ~self._uses_k[:, None]

@@ -1,1 +1,1 @@
-"""Child processes for untrusted work: chat templates, tokenizer files, grammars."""
+"""Child processes for untrusted work, such as chat templates, tokenizer files and grammars."""

@@ -1,7 +1,7 @@
 """Run untrusted tasks in a small pool of worker processes, with fair scheduling across tenants.
 
 A worker is a new Python interpreter, so it inherits neither threads nor secrets. It runs one task at a time. If a task
-exceeds a limit or crashes, its worker is killed and the next task starts a new one.
+exceeds a limit or crashes, its worker is killed and the next task starts a new worker.
 """
 
 import asyncio
@@ -70,7 +70,9 @@ class Sandbox:
         return job.future
 
     async def run(self, task: SandboxTask, *args: Any, tenant: str = "", timeout_s: float | None = None) -> bytes:
-        """Run a task from an event loop and return its result. Raise `BusyError` after `timeout_s`."""
+        """Run a task from an event loop and return its result. Raise `BusyError` if the task has not finished after
+        `timeout_s`.
+        """
         future = self.submit(task, *args, tenant=tenant)
         try:
             async with asyncio.timeout(timeout_s):
@@ -107,7 +109,7 @@ class Sandbox:
         self._threads.append(thread)
 
     def _serve(self, process: "_WorkerProcess") -> None:
-        """Run queued tasks, one at a time, in one worker process."""
+        """Run queued tasks one at a time in a worker process."""
         while (job := self._next_job()) is not None:
             if job.future.set_running_or_notify_cancel():
                 try:

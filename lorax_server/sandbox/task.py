@@ -22,12 +22,12 @@ class SandboxTask(NamedTuple):
 
 
 class TaskError(Exception):
-    """The task failed because of its input. The message is shown to the user."""
+    """Raised if a task fails because of its input. The message is shown to the user."""
 
 
 class TaskKilledError(Exception):
-    """The task crashed its worker or exceeded a limit."""
+    """Raised if a task crashes its worker or exceeds a limit."""
 
 
 class TaskTimeError(TaskKilledError):
-    """The task exceeded its CPU time."""
+    """Raised if a task exceeds its CPU time."""

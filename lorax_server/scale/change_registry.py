@@ -27,13 +27,13 @@ MAX_UNLOADS = 100  # unloads stored for replicas that are behind; new replicas d
 
 
 class RegistryError(EngineError):
-    """The registry cannot be reached, or replicas did not confirm a change."""
+    """Raised if the registry cannot be reached, or if replicas do not confirm a change."""
 
     retry_after_s = 1.0
 
 
 class MissedUnloadError(Exception):
-    """A replica is so far behind that the registry no longer stores all unloads it missed."""
+    """Raised if a replica is so far behind that the registry no longer stores all unloads that it has missed."""
 
 
 class RegistryEntry(NamedTuple):
@@ -45,7 +45,7 @@ class RegistryEntry(NamedTuple):
 
     @property
     def key(self) -> tuple[str, ...]:
-        """The alias, or source and name. A later load with the same key replaces an earlier one."""
+        """The alias, or the source and name. A later load with the same key replaces an earlier load."""
         return (self.change.alias,) if self.change.alias else (self.change.source, self.change.name)
 
 
@@ -110,7 +110,9 @@ class ChangeRegistry:
             self._news.notify_all()
 
     async def _wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait up to `POLL_S` for a condition. The limit is needed because expired leases trigger no event."""
+        """Wait up to `POLL_S` for a condition. The wait is limited because an expired lease does not trigger
+        an event.
+        """
         with suppress(TimeoutError):
             async with asyncio.timeout(POLL_S), self._news:
                 await self._news.wait_for(condition)

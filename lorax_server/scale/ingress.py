@@ -142,8 +142,9 @@ class Ingress:
     # --- Responses ----------------------------------------------------------------------------------------------------
 
     async def _respond(self, request: Request, body: bytearray, send: Send) -> None:
-        """Forward a request to a replica. Retry on another replica if the first one disconnects before it responds, or
-        cannot serve the adapter."""
+        """Forward a request to a replica. Retry on another replica if the first replica disconnects before it responds,
+        or cannot serve the adapter.
+        """
         path = _raw_path(request)
         accepts_json = "application/json" in request.headers.get("accept", "")
         if path == "/metrics" and request.method == "GET" and not accepts_json:
@@ -211,7 +212,7 @@ class Ingress:
 
     @asynccontextmanager
     async def _choose(self, key: RoutingKey, tried: Sequence[str], path: str) -> AsyncIterator[Any]:
-        """Yield the chosen replica. The request counts towards Ray's queue length while the context is open."""
+        """Yield the chosen replica. The request counts toward Ray's queue length while the context is open."""
         timeout_s = PROBE_CHOOSE_TIMEOUT_S if path in PROBES else CHOOSE_TIMEOUT_S
         choosing = self._servers.choose_replica(tuple(key), list(tried))
         try:

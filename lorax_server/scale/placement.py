@@ -1,4 +1,4 @@
-"""Chooses the replica for a request, with adapter affinity. Does not use Ray.
+"""Chooses the replica for a request with adapter affinity. This module does not use Ray.
 
 Replicas are ranked for each adapter by rendezvous hashing, so all routers compute the same ranking, and only
 adapters on removed replicas move. Loaded adapters, replica load and adapter popularity modify the choice.
@@ -175,7 +175,9 @@ def _sort_by_load(views: list[ReplicaView], prefix: int) -> list[ReplicaView]:
 
 
 def _choose_by_prefix(prefix: int, candidates: list[ReplicaView], mean: float) -> ReplicaView:
-    """Return a replica by prompt prefix, for prefix cache hits. Short prompts use the least loaded replica."""
+    """Choose a replica by the prompt prefix, so that the prefix cache is used. For short prompts, choose the least
+    loaded replica.
+    """
     if not prefix:
         return min(candidates, key=lambda view: view.load)
     bound = mean * POPULAR_LOAD_RATIO + POPULAR_EXTRA_REQUESTS

@@ -53,11 +53,11 @@ class ServerReplica:
     # --- Ray Serve hooks ----------------------------------------------------------------------------------------------
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Return the server address, for the ingress."""
+        """Return the server address, which the ingress needs."""
         return {"address": self._server.address}
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Return the adapters in each memory tier, for request routers."""
+        """Return the adapters in each tier, which the request routers need."""
         state = await self._server.read_state()
         self._max_on_device = max(self._max_on_device, state["on_device"])
         # The device capacity is unknown until the first eviction.

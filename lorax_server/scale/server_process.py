@@ -24,11 +24,11 @@ REQUEST_TIMEOUT_S = 30.0
 
 
 class ReplicaError(LoraxError):
-    """The server process could not start, has stopped, or rejected a request."""
+    """Raised if the server process could not start, has stopped, or rejected a request."""
 
 
 class ServerOptions(NamedTuple):
-    """Flags and working directory for `lorax serve`."""
+    """The flags and the working directory for `lorax serve`."""
 
     flags: Sequence[str]
     folder: str | None = None

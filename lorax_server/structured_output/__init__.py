@@ -1,1 +1,1 @@
-"""Structured output: completions that match a JSON schema, regex, choice list or grammar."""
+"""Structured output, which makes completions match a JSON schema, a regex, a list of choices or a grammar."""

@@ -1,4 +1,4 @@
-"""Write the grammars of all output formats in llguidance's Lark dialect, without compiling them.
+"""Writes the grammars for all output formats in llguidance's Lark dialect, without compiling them.
 
 All functions run in time linear in their input size.
 """
@@ -87,7 +87,7 @@ def from_regex(pattern: str) -> Structure:
 
 
 def from_choices(choices: Sequence[str]) -> Structure:
-    """Return a grammar that matches one of several texts."""
+    """Return a grammar that matches any one of several texts."""
     if not choices or not isinstance(choices, list | tuple) or not all(isinstance(choice, str) for choice in choices):
         raise InputError("choices must be a list of at least one string")
     if len(choices) > MAX_CHOICES:

@@ -46,7 +46,7 @@ _Key = tuple[str, str]  # vocabulary digest, grammar
 
 
 class GrammarResult(NamedTuple):
-    """A request whose first mask is ready, or a failed request."""
+    """Reports that the first mask of a request is ready, or that the request has failed."""
 
     request_id: int
     error: LoraxError | None = None
@@ -97,7 +97,7 @@ class StructuredOutput:
     ) -> None:
         """Create an instance. `build_base` builds the base model's vocabulary, on another thread at first use.
 
-        Several forced tokens are consumed per step while at most `max_fast_forward` completions use a grammar.
+        As long as at most `max_fast_forward` completions use a grammar, several forced tokens are consumed per step.
         """
         self.on_event: Callable[[], None] = lambda: None  # called on any thread when `pop_results` has results
         self.max_fast_forward = max_fast_forward
@@ -160,10 +160,10 @@ class StructuredOutput:
         return [each for each in results if each.request_id in self._completions]
 
     def advance(self, tokens: Iterable[tuple[int, int]]) -> None:
-        """Consume the sampled tokens of a step, given as (request ID, token ID), and start computing the next masks.
+        """Consume the sampled tokens of a step, given as (request ID, token ID), and start to compute the next masks.
 
-        The tokens of a request are consecutive. Forced tokens were already consumed in an earlier call, so their masks
-        are ready.
+        The tokens of a request must be consecutive. Forced tokens were consumed in an earlier call, so their masks are
+        already available.
         """
         batches: dict[Vocabulary, list[_MaskJob]] = {}
         for request_id, group in groupby(tokens, itemgetter(0)):
@@ -202,9 +202,10 @@ class StructuredOutput:
     def collect_masks(
         self, request_ids: Collection[int], wait_s: float, blocked_wait_s: float = 0.0, num_unmasked: int = 0
     ) -> dict[int, GrammarState]:
-        """Return the states of requests whose next masks are ready, after waiting up to `wait_s` for all of them.
+        """Return the grammar states of requests whose next masks are ready.
 
-        While no sequence can continue (no mask is ready and `num_unmasked` is 0), wait up to `blocked_wait_s` for one.
+        Wait up to `wait_s` until all masks are ready. If no sequence can continue (no mask is ready and `num_unmasked`
+        is 0), wait up to `blocked_wait_s` for the first mask.
         """
         completions = [self._completions[request_id] for request_id in request_ids]
 
@@ -250,7 +251,9 @@ class StructuredOutput:
             self._cache[key] = cached
 
     def _start(self, request_id: int, compiled: "Future[CompiledGrammar]", state: GrammarState | None = None) -> None:
-        """Publish a completion's first mask, or its current mask if `state` must be restarted with a new grammar."""
+        """Publish a completion's first mask. If `state` is set, restart it with the new grammar and publish its current
+        mask.
+        """
         completion = self._completions.get(request_id)
         if completion is None or compiled.cancelled():
             return
@@ -305,7 +308,9 @@ class StructuredOutput:
             self._publish([(job.completion, job.state)])
 
     def _recover(self, job: _MaskJob, error: BaseException) -> None:
-        """Restart the grammar state after an error if other completions used up the shared limits. Otherwise fail."""
+        """Restart the grammar state after an error if other completions used up the shared limits. Otherwise, fail the
+        request.
+        """
         completion, state, _ = job
         with self._changed:
             self._cache.pop(completion.key, None)

@@ -12,7 +12,7 @@ COMPILE_NICENESS = 10  # forward passes have priority, but compiles must finish 
 class MaskThreads:
     """Three threads and an llguidance thread pool, all with large stacks.
 
-    Masks of fast grammars are computed in batches on one thread, all other masks one by one on a second thread, so
+    One thread computes the masks of fast grammars in batches. A second thread computes all other masks one by one, so
     fast masks do not wait for slow masks.
     """
 

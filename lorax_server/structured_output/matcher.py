@@ -25,15 +25,15 @@ NUM_TIMED_MASKS, MAX_FAST_MASK_S = 4, 0.001
 
 
 class GrammarError(Exception):
-    """The grammar failed to compile, or failed during a completion. The message is shown to the user."""
+    """Raised if a grammar cannot be compiled or fails during a completion. The message is shown to the user."""
 
 
 class SlowGrammarError(GrammarError):
-    """Token masks of the grammar take too long to compute."""
+    """Raised if the token masks of a grammar take too long to compute."""
 
 
 def make_limits() -> "LLParserLimits":
-    """Return the llguidance limits: about 20 ms to start, 10 ms per token, 50 MB of lexer states."""
+    """Return the llguidance limits: about 20 ms to start, 10 ms per token, and 50 MB of lexer states."""
     from llguidance import LLParserLimits  # noqa: PLC0415 - an engine can run without llguidance
 
     return LLParserLimits(step_lexer_fuel=100_000, max_lexer_states=50_000, verbose_errors=False)
@@ -83,7 +83,7 @@ class CompiledGrammar:
         self._mask_s: list[float] = []
 
     def record_time(self, spent_s: float) -> None:
-        """Record the CPU time of a mask, and update `is_fast` after each `NUM_TIMED_MASKS` masks."""
+        """Record the CPU time of a mask. After every `NUM_TIMED_MASKS` masks, update `is_fast`."""
         self._mask_s.append(spent_s)
         if len(self._mask_s) >= NUM_TIMED_MASKS:  # more if several threads record times
             self.is_fast = sum(self._mask_s) <= NUM_TIMED_MASKS * MAX_FAST_MASK_S
@@ -91,7 +91,7 @@ class CompiledGrammar:
 
 
 class GrammarState:
-    """The grammar state of one completion: consumes tokens and stores the next token's mask."""
+    """The grammar state of a completion. It consumes tokens and stores the mask of the next token."""
 
     def __init__(self, compiled: CompiledGrammar, stop: StopParams, fast_forward_below: int = 0) -> None:
         """Create the state. Forced tokens with IDs below `fast_forward_below` may be consumed ahead of the model."""
@@ -157,7 +157,7 @@ class GrammarState:
         return masks, state.forced[1:] if is_forced else []
 
     def next_mask(self) -> TokenMask:
-        """Return the mask of the next token. It allows only the first forced token, if any."""
+        """Return the mask of the next token. If there are forced tokens, it allows only the first of them."""
         if not self.forced:
             return self.mask
         only = np.zeros_like(self.mask)
@@ -191,7 +191,9 @@ class GrammarState:
         self._set_mask(mask, may_end)
 
     def restart(self, compiled: CompiledGrammar) -> "GrammarState":
-        """Return a state for the recompiled grammar that has consumed the same tokens, except those in `forced`."""
+        """Return a state for the recompiled grammar that has consumed the same tokens, except the tokens in
+        `forced`.
+        """
         state = GrammarState(compiled, self._stop, self._fast_forward_below)
         *before, last = self.history[: len(self.history) - len(self.forced)]
         state.matcher.consume_tokens(before)
@@ -246,7 +248,7 @@ def consume_batch(
 
 
 def _compute_mask(vocabulary: Vocabulary, matcher: "LLMatcher") -> tuple[TokenMask, bool]:
-    """Return the mask of the next token, and whether the text may end here."""
+    """Return the mask of the next token, and True if the text may end here."""
     masks = vocabulary.make_masks(1)
     matcher.unsafe_compute_mask_ptr(masks.ctypes.data, masks.nbytes)
     (may_end,) = vocabulary.pop_eos_bits(masks)

@@ -1,6 +1,7 @@
-"""Rewrite `oneOf` as `anyOf` in JSON schemas where a tag property distinguishes all alternatives.
+"""Rewrites `oneOf` as `anyOf` in JSON schemas if a tag property distinguishes all alternatives.
 
-llguidance supports only string and boolean tags and no recursion. Pydantic unions also have integer tags and recursion.
+llguidance does this only for string and boolean tags, and not in recursive schemas. Pydantic unions can also have
+integer tags and be recursive.
 """
 
 import json
@@ -97,7 +98,9 @@ class _Rewriter:
         return INCOMPARABLE_TAG not in tags
 
     def _resolve(self, schema: Any) -> Mapping[str, Any] | None:
-        """Follow references within the schema. Return None if the target does not exist, or after too many steps."""
+        """Follow references within the schema. Return None if the target does not exist or the step limit is
+        exceeded.
+        """
         is_allowed = self._step(1)
         while is_allowed and isinstance(schema, Mapping) and "$ref" in schema:
             names = split_reference(schema["$ref"])

@@ -1,4 +1,4 @@
-"""Read a request's output format from OpenAI's, LoRAX's and vLLM's fields."""
+"""Reads a request's output format from the fields of OpenAI, LoRAX and vLLM."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -41,7 +41,7 @@ def read_structure(fields: Mapping[str, Any]) -> Structure | None:
 
 
 def _list_formats(fields: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[Any], Structure], Any]]:
-    """List the field name, reader and value of each format that is set."""
+    """Yield the field name, reader and value of each format that is set."""
     response_format = fields.get("response_format")
     if response_format is not None and (schema := _find_schema(response_format)) is not None:
         yield "response_format", from_json_schema, schema

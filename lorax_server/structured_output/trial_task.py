@@ -1,4 +1,4 @@
-"""Sandbox task that compiles a grammar to measure its memory before the engine compiles it."""
+"""A sandbox task that compiles a grammar and measures its memory before the engine compiles it."""
 
 import ctypes
 from collections.abc import Sequence

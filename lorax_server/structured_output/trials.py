@@ -30,7 +30,7 @@ _Outcome = int | str  # size of the compiled grammar in bytes, or the reason why
 
 
 class GrammarTrials:
-    """Runs one trial compile per grammar and caches the outcome. Thread-safe."""
+    """Runs one trial compile per grammar and caches the outcome. All methods are thread-safe."""
 
     def __init__(self, sandbox: Sandbox, task: SandboxTask = TRIAL_TASK) -> None:
         self._sandbox = sandbox

@@ -1,4 +1,4 @@
-"""Vocabularies in the form that llguidance needs, and the cache of vocabularies in use."""
+"""Vocabularies in the form that llguidance needs, and a cache for vocabularies in use."""
 
 import time
 from collections import OrderedDict
@@ -73,7 +73,7 @@ class Vocabulary:
         return Vocabulary.from_table(table, self.encode if is_extension else None)
 
     def make_masks(self, count: int) -> TokenMask:
-        """Return `count` all-zero masks: one bit per token ID, plus one extra bit for end of text."""
+        """Return `count` all-zero masks with one bit per token ID and an additional bit for the end of the text."""
         return np.zeros((count, self.mask_bytes // 4), np.int32)
 
     def pop_eos_bits(self, masks: TokenMask) -> npt.NDArray[np.bool_]:
@@ -84,7 +84,9 @@ class Vocabulary:
         return (last >> np.uint32(bit) & np.uint32(1)).astype(np.bool_)
 
     def _encode(self, text: str) -> list[int]:
-        """Return the token IDs of a text, without special tokens, because grammars match their names as text."""
+        """Return the token IDs of a text. The names of special tokens are encoded as text, because grammars match them
+        as text.
+        """
         token_ids = [] if self.encode is None else self.encode(text)
         if token_ids and self._special_ids.isdisjoint(token_ids):
             return token_ids
@@ -95,7 +97,7 @@ class Vocabulary:
 class _LLGuidanceTokens:
     """Token bytes in the form that `LLTokenizer` reads, with an additional end-of-text token.
 
-    That token's mask bit indicates whether the completion may end, regardless of the model's eos tokens. The garbage
+    That token's mask bit indicates whether the completion may end, regardless of the model's EOS tokens. The garbage
     collector cannot see references held by llguidance, so a strong reference to the vocabulary would leak it.
     """
 
@@ -139,7 +141,7 @@ class VocabularyCache:
         self._entries = OrderedDict({"": _CachedVocabulary()})
 
     def acquire(self, table: TokenTable | None, request_id: int, tenant: str) -> str | None:
-        """Reserve a vocabulary for a request. Return the digest of the vocabulary that was evicted, or None.
+        """Reserve a vocabulary for a request. If this evicts another vocabulary, return its digest, otherwise None.
 
         Raise if the vocabulary cannot be built, or if a limit is reached.
         """

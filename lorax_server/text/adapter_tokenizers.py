@@ -35,7 +35,7 @@ def find_tokenizer_files(adapter: Resolved) -> TokenizerFolder | None:
 
 
 class AdapterTokenizers:
-    """Loads adapter tokenizers and caches them. Load failures are cached for a short time. Thread-safe.
+    """Loads adapter tokenizers and caches them. Failures are cached for a short time. All methods are thread-safe.
 
     The adapter identity is not used as the cache key, because it does not cover the tokenizer files.
     """
@@ -58,7 +58,9 @@ class AdapterTokenizers:
         self._failures: TTLCache[FolderKey, str] = TTLCache(MAX_FAILURES, FAILURE_TTL_S, timer=clock)
 
     def find(self, adapter: Resolved) -> TextTokenizer:
-        """Return the adapter's tokenizer, or the base model's if the adapter has none. May take seconds."""
+        """Return the adapter's tokenizer, or the base model's tokenizer if the adapter has none. This may
+        take seconds.
+        """
         files = find_tokenizer_files(adapter)
         if files is None:
             return self._base

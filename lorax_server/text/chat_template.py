@@ -1,4 +1,4 @@
-"""Render chat templates. Templates are untrusted code, so they run in the sandbox."""
+"""Renders chat templates. Templates are untrusted code, so they run in the sandbox."""
 
 import asyncio
 import time
@@ -23,7 +23,7 @@ MAX_REJECTED = 256
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A chat template, and special tokens by their template variable names."""
+    """A chat template, and the special tokens that it can use, keyed by variable name."""
 
     source: str
     special_tokens: Mapping[str, str]

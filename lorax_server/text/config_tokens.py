@@ -29,7 +29,9 @@ def add_config_tokens(backend: Tokenizer, config: Mapping[str, Any]) -> dict[str
 
 
 def read_named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return named tokens: standard ones such as `bos_token`, then model-specific ones such as `image_token`."""
+    """Return the named tokens: first standard tokens such as `bos_token`, then model-specific tokens such as
+    `image_token`.
+    """
     return {name: _content(token) for name, token in _read_named_tokens(config).items()}
 
 

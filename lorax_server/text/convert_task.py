@@ -1,4 +1,6 @@
-"""Sandbox task that converts tokenizers that only transformers can load. Adapter files are untrusted."""
+"""A sandbox task that converts tokenizers which only transformers can load. It runs in the sandbox because adapter
+files are untrusted.
+"""
 
 import json
 import os

@@ -37,7 +37,7 @@ class Detokenizer(Protocol):
         """Return the initial offsets for a prompt."""
 
     def advance(self, ids: Sequence[int], prefix_offset: int, read_offset: int) -> Progress:
-        """Return the text of the IDs from `read_offset` on and the new offsets. `ids` includes the prompt.
+        """Return the text of the IDs starting at `read_offset`, and the new offsets. `ids` includes the prompt.
 
         An incomplete character at the end is not decoded yet.
         """
@@ -60,7 +60,7 @@ class Detokenizer(Protocol):
 
 
 def make_detokenizer(tokenizer: Any) -> Detokenizer:
-    """Make a detokenizer for a `tokenizers` or transformers tokenizer."""
+    """Return a detokenizer for a tokenizer from the `tokenizers` library or from transformers."""
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     special = frozenset(special_tokens(tokenizer).values())
     if not isinstance(backend, Tokenizer):
@@ -97,7 +97,7 @@ class Scheme(NamedTuple):
 
 
 class ByteDetokenizer(Detokenizer):
-    """Detokenizer for byte-level and SentencePiece tokenizers, whose tokens are UTF-8 bytes.
+    """A detokenizer for byte-level and SentencePiece tokenizers, whose tokens are UTF-8 bytes.
 
     Only the last three bytes decide whether a character is incomplete, so decoding can resume at any token.
     """
@@ -216,7 +216,7 @@ _BYTE_OF = _byte_names()
 
 
 class WindowDetokenizer(Detokenizer):
-    """Detokenizer for all other tokenizers: compares the decoded text with and without the new tokens."""
+    """A detokenizer for all other tokenizers. It compares the decoded text with and without the new tokens."""
 
     def __init__(self, decode: Callable[[list[int]], str], special: frozenset[int], vocabulary: frozenset[int]) -> None:
         self._decode = decode
@@ -249,7 +249,7 @@ class WindowDetokenizer(Detokenizer):
         return self._decode([token_id]) if token_id in self._vocabulary else ""
 
     def _added(self, window: Sequence[int], num_read: int) -> str:
-        """Return the text that is added by the tokens in `window` after the first `num_read` tokens."""
+        """Return the text that the tokens in `window` add after the first `num_read` tokens."""
         before = self._decode([token_id for token_id in window[:num_read] if token_id in self._text_ids])
         after = self._decode([token_id for token_id in window if token_id in self._text_ids])
         if before.endswith(REPLACEMENT):  # the prompt ended with an incomplete character

@@ -31,7 +31,7 @@ class GenerationDefaults(NamedTuple):
 
 
 def load_generation_defaults(folder: Path) -> GenerationDefaults:
-    """Load the defaults from a model folder. Raise ConfigError for an invalid file instead of ignoring it."""
+    """Load the defaults from a model folder. Raise ConfigError if the file is invalid, instead of ignoring it."""
     path = folder / GENERATION_CONFIG_FILE
     generation = read_json(path) or {}
     settings = {name: generation[name] for name in SETTINGS if generation.get(name) is not None}

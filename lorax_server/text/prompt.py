@@ -36,7 +36,7 @@ def _is_id(value: Any) -> bool:
 
 
 def broadcast(values: Any, kind: type[_T], what: str, count: int) -> list[_T | None]:
-    """Return one value per prompt, from a single value or a list."""
+    """Return a list with one value per prompt, given a single value or a list."""
     listed = [values] * count if values is None or isinstance(values, kind) else list(values)
     if len(listed) != count:
         raise InputError(f"{count} prompts, but {len(listed)} {what}")

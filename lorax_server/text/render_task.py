@@ -1,4 +1,4 @@
-"""Sandbox task that renders chat templates, which are untrusted code."""
+"""A sandbox task that renders chat templates, which are untrusted code."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # names of th
 
 
 class GenerationTag(Extension):
-    """The Jinja tag `{% generation %}`, which marks the assistant's text for training. The text does not change."""
+    """The Jinja tag `{% generation %}`, which marks the assistant's text for training. It does not change the text."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 requires this form
 

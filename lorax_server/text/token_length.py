@@ -1,4 +1,4 @@
-"""Find the maximum number of characters per token, to reject long prompts without tokenizing them.
+"""Finds the maximum number of characters per token, so that long prompts can be rejected without tokenizing them.
 
 All components of the tokenizer are checked, because some shorten the text, drop unknown characters or map a word of any
 length to one token. A tokenizer with an unknown component has no maximum.

@@ -1,4 +1,4 @@
-"""Token tables: vocabularies as bytes, for structured output."""
+"""Token tables, which are vocabularies as bytes for structured output."""
 
 import hashlib
 from array import array
@@ -12,7 +12,7 @@ MAX_TABLE_BYTES = 2**23  # all tokens; the table is sent to the engine with each
 
 
 def make_token_table(detokenizer: Detokenizer, num_ids: int) -> TokenTable:
-    """Return the tokens as bytes. Takes about 0.4 s for 129k tokens.
+    """Return the tokens as bytes. This takes about 0.4 s for 129k tokens.
 
     Raise `NotSupportedError` if the tokens are not bytes of the text.
     """

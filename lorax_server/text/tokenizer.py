@@ -57,7 +57,9 @@ TOKEN_SETTINGS = ("added_tokens_decoder", "additional_special_tokens", "extra_sp
 
 
 class TokenSpan(NamedTuple):
-    """A token and its character range in the text. The range is empty for tokens added around the text."""
+    """A token and its character range in the text. The range is empty for special tokens that are added around the
+    text.
+    """
 
     id: int
     text: str  # token name in the vocabulary
@@ -75,7 +77,7 @@ class EncodedText(NamedTuple):
 
 
 class TextTokenizer:
-    """A model or adapter tokenizer. Thread-safe."""
+    """The tokenizer of a model or an adapter. All methods are thread-safe."""
 
     def __init__(
         self, backend: Tokenizer, special_tokens: Mapping[str, str], chat_templates: Mapping[str, str]
@@ -106,8 +108,8 @@ class TextTokenizer:
     ) -> list[EncodedText]:
         """Return the tokens of texts or pairs of texts, with special tokens.
 
-        `truncate` keeps the first `max_tokens` tokens of longer texts; otherwise, longer texts have no `spans`. In a
-        pair, the longer text is shortened first. Texts that end with `suffix` keep it.
+        With `truncate`, only the first `max_tokens` tokens of a longer text are kept; otherwise, longer texts have no
+        `spans`. In a pair, the longer text is shortened first. If a text ends with `suffix`, the suffix is kept.
         """
         encoded = []
         for text, whole in zip(texts, self._encode_batch(texts, with_offsets=with_spans), strict=True):
@@ -219,7 +221,7 @@ def _find_second_text(type_ids: list[int]) -> int:
 
 
 def load_tokenizer(folder: Path, *, template_config: Path | None = None) -> TextTokenizer:
-    """Load a model tokenizer. May take seconds, and starts a process if transformers is needed.
+    """Load a model tokenizer. This may take seconds, and starts a process if transformers is needed.
 
     `template_config` is a tokenizer_config.json whose chat template replaces the one in the folder.
     """

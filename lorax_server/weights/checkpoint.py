@@ -1,4 +1,4 @@
-"""Find the checkpoint files in a model folder and load tensors from them."""
+"""Finds the checkpoint files in a model folder and loads tensors from them."""
 
 import json
 import math
@@ -65,7 +65,7 @@ class Placement(TypedDict):
 
 
 class Weights:
-    """A checkpoint's tensors by name, with the device, dtype and rank that modules are built for."""
+    """Provides a checkpoint's tensors by name, for the device, dtype and rank for which the modules are built."""
 
     def __init__(
         self,
@@ -181,7 +181,9 @@ class Weights:
 
     @property
     def quantized_format(self) -> str:
-        """Return the formats of quantized matrices, most bytes first. Empty if there are none."""
+        """Return the formats of the quantized matrices, starting with the format that uses the most bytes, or an empty
+        string if no matrix is quantized.
+        """
         return ", ".join(name for name, _ in self._quantized_bytes.most_common())
 
     def check_all_used(self) -> None:

@@ -23,7 +23,9 @@ GRAPH_BYTES = 2**30  # estimate for CUDA graphs and the CUDA context
 
 @dataclass(frozen=True)
 class Traffic:
-    """Expected traffic: request rate over all replicas, mean lengths in tokens, and adapter popularity."""
+    """The expected traffic: the request rate over all replicas, the mean lengths in tokens, and the adapter
+    popularity.
+    """
 
     requests_per_s: float
     prompt_tokens: int
@@ -97,7 +99,7 @@ class Planner:
         self._memory = self._plan_memory()
 
     def plan(self, goal_ms: float | None = None, max_utilization: float = 0.8) -> dict[str, Any]:
-        """Return memory layout, replica performance and number of replicas.
+        """Return the memory layout, the performance of a replica and the number of replicas.
 
         `goal_ms` is the maximum time between tokens, and `max_utilization` the maximum replica utilization.
         """
@@ -145,7 +147,7 @@ class Planner:
         return "latency" if goal_ms is not None and self._ms_per_token(batch_size) > goal_ms else None
 
     def _plan_replica(self, batch_size: int, limit: str, miss_share: float) -> dict[str, Any]:
-        """Return latency and throughput for one replica.
+        """Return the latency and throughput of one replica.
 
         `miss_share` is the share of adapter requests whose adapter must be copied from host memory.
         """

@@ -1,1 +1,1 @@
-"""Tool calls: streaming parsers and grammars for each model family's format."""
+"""Streaming parsers and grammars for the tool call formats of all model families."""

@@ -1,4 +1,4 @@
-"""Tool call formats by name, and detection of the format from a chat template."""
+"""Lists the tool call formats by name, and detects the format that a chat template uses."""
 
 import re
 from collections.abc import Callable, Mapping

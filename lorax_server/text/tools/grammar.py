@@ -66,7 +66,7 @@ class CallGrammar(NamedTuple):
 
 
 class CallRules(NamedTuple):
-    """Inputs for a tool call format's grammar rules."""
+    """The inputs for the grammar rules of a tool call format."""
 
     calls: Sequence[CallGrammar]
     is_parallel: bool  # allow several calls
@@ -100,14 +100,14 @@ class ToolFormat(CallFormat):
 
     @abstractmethod
     def write_calls(self, calls: Sequence[Call]) -> str:
-        """Return calls as the model writes them."""
+        """Return tool calls in the format in which the model writes them."""
 
     def prepare(self, functions: Sequence[FunctionSchema]) -> None:
         """Analyze schemas in advance, because parsers run on the event loop."""
 
 
 class ReasoningTags(NamedTuple):
-    """The tags around reasoning before calls."""
+    """The tags around the reasoning that precedes calls."""
 
     opening_tag: str
     closing_tag: str
@@ -228,7 +228,7 @@ def escape(text: str) -> str:
 
 
 def check_strict_keywords(call: CallGrammar) -> None:
-    """Reject a strict schema with keywords that a grammar for single arguments cannot enforce."""
+    """Raise InputError if a strict schema has keywords that a grammar for single arguments cannot enforce."""
     unknown = min(call.schema.keys() - KEYWORDS - ANNOTATIONS, default="")
     if call.is_strict and unknown:
         raise InputError(

@@ -130,7 +130,7 @@ class MistralFormat(ToolFormat):
 
 
 class PlainJsonFormat(ToolFormat):
-    """All other models: an object with `name` and `arguments`, or a list of such objects."""
+    """The format for all other models: an object with `name` and `arguments`, or a list of such objects."""
 
     start_characters = "{["
     start_pattern = OBJECT_START

@@ -1,4 +1,4 @@
-"""Streaming parser for tool calls written as JSON: an object, a list, or objects with a separator."""
+"""A streaming parser for tool calls that are written as JSON: an object, a list, or objects with a separator."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Convert parameter values that are written between tags: strings verbatim, all other types as JSON."""
+"""Converts parameter values that are written between tags. Strings are written verbatim, all other types as JSON."""
 
 from collections.abc import Mapping, Sequence, Set
 from types import NoneType

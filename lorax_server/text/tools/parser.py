@@ -44,7 +44,7 @@ ParsedEvent = TextDelta | ReasoningDelta | ToolCallStart | ArgumentsDelta | Tool
 
 
 class MalformedCallError(Exception):
-    """The text is not a valid call."""
+    """Raised if the text is not a valid call."""
 
 
 class ToolSet(NamedTuple):
@@ -91,7 +91,8 @@ class ToolCallParser(ABC):
     def consume(self, text: str, at: int, events: list[ParsedEvent]) -> int:
         """Consume at least one character at `at`, or finish. Return the number of consumed characters.
 
-        Set `is_malformed` for a malformed call. Raise `MalformedCallError` if even the first character is invalid.
+        If the call is malformed, set `is_malformed`. Raise `MalformedCallError` if the first character is already
+        invalid.
         """
 
     def consume_closing_marker(self, character: str) -> int:

@@ -1,4 +1,4 @@
-"""Llama 3.2 and 4: a list of calls in Python syntax, for example `[weather(city="Oslo", days=2)]`."""
+"""The format of Llama 3.2 and 4: a list of calls in Python syntax, for example `[weather(city="Oslo", days=2)]`."""
 
 import ast
 import json

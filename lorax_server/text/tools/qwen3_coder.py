@@ -1,4 +1,5 @@
-"""Qwen3-Coder: `<tool_call>` contains `<function=name>`, which contains `<parameter=name>` tags around values.
+"""The format of Qwen3-Coder: `<tool_call>` contains `<function=name>`, which contains `<parameter=name>` tags around
+values.
 
 Each call is buffered and parsed at its end tag.
 """
@@ -38,7 +39,7 @@ TEXT_VALUE = re.compile(rf"(.*?){PARAMETER_END}", re.DOTALL)
 
 
 class Qwen3CoderToolCallParser(ToolCallParser):
-    """Parses one call. Accepts calls without `<tool_call>` or `</tool_call>`."""
+    """Parses one call. Calls without `<tool_call>` or `</tool_call>` are accepted."""
 
     def __init__(self, tools: ToolSet, finders: dict[int, JsonTypeFinder]) -> None:
         """Create a parser. `finders` maps schema IDs to type finders, and is shared by all parsers for one format."""
