@@ -5,7 +5,7 @@ second in greedy decode steps after 90-token prompts: the best of several rounds
 bfloat16 is measured if torch reports that the CPU has fast bfloat16, or with `--dtypes`.
 
 `LLM` is the complete engine with scheduler, sampling and text. transformers uses its faster attention implementation;
-PEFT receives each sequence's adapter name. `--llama-cpp FOLDER` is a checkout of llama.cpp with its converters and
+PEFT receives each sequence's adapter name. `--llama-cpp DEMO_FOLDER` is a checkout of llama.cpp with its converters and
 `build/bin/llama-batched-bench`, which feeds random tokens instead of sampling (slightly less work). The released
 program ignores `--lora`; a patched build that loads the adapter and prints "loaded lora" is also measured with the
 adapter.
@@ -38,8 +38,8 @@ from harness.report import Record, make_parser, report
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 from transformers.utils import logging as transformers_logging
 
-from lorax_server.cli.demo import FOLDER as DEMO
-from lorax_server.cli.demo import SETTINGS
+from lorax_server.cli.demo import DEMO_FOLDER as DEMO
+from lorax_server.cli.demo import DEMO_SETTINGS
 from lorax_server.llm import LLM
 from lorax_server.types import StopParams
 
@@ -301,7 +301,7 @@ def compare(
 
 def measure_demo(rounds: int) -> list[Record]:
     names = sorted(path.name for path in (DEMO / "adapters").iterdir())
-    settings = {name: SETTINGS[name] for name in ("cache_bytes", "adapter_bytes", "adapter_host_bytes")}
+    settings = {name: DEMO_SETTINGS[name] for name in ("cache_bytes", "adapter_bytes", "adapter_host_bytes")}
     batches: dict[str, list[str | None]] = {
         "alone": [None],
         "alone, with an adapter": names[:1],

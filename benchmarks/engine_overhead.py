@@ -19,7 +19,7 @@ from harness.report import Record, make_parser, report
 
 from lorax_server.adapters.host import HostAdapter, empty_table
 from lorax_server.adapters.spec import AdapterSpec
-from lorax_server.build import assemble
+from lorax_server.build import assemble_engine
 from lorax_server.config import EngineConfig, ModelConfig
 from lorax_server.engine.engine import Engine
 from lorax_server.engine.remote import messages
@@ -121,7 +121,7 @@ def make_engine(num_rows: int, vocab_size: int) -> Engine:
         vocab_size, num_rows, LENGTH, num_blocks, BLOCK_SIZE, max_step_tokens=num_rows * PROMPT, num_adapter_units=64
     )
     config = EngineConfig(ModelConfig(Path("none")), max_num_seqs=num_rows)
-    return assemble(config, Worker(capabilities, runner, memory, ReadyPreparer()))  # type: ignore[arg-type]
+    return assemble_engine(config, Worker(capabilities, runner, memory, ReadyPreparer()))  # type: ignore[arg-type]
 
 
 def measure(

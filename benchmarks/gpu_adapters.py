@@ -22,7 +22,7 @@ from harness.files import LLAMA_8B, TINY, ModelShape, make_adapters, make_model,
 from harness.report import Record, make_parser, percentile, report
 
 from lorax_server.adapters.spec import AdapterSpec
-from lorax_server.build import assemble
+from lorax_server.build import assemble_engine
 from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
 from lorax_server.distributed import FakeGroup
 from lorax_server.engine.engine import Engine
@@ -76,7 +76,7 @@ def make_engine(folder: Path, scale: Scale) -> tuple[Engine, StepRecorder]:
     worker.preparer.close()
     worker.preparer = HostPool(model, hosts)
     recorder = StepRecorder(worker)
-    engine = assemble(config, recorder)
+    engine = assemble_engine(config, recorder)
     for adapter in range(scale.adapters):
         engine._table.register(AdapterSpec(name_of(adapter), name_of(adapter), (), 1))
     while engine.status().adapters_on_host < scale.adapters:

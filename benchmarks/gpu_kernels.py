@@ -31,7 +31,7 @@ from lorax_server.kernels import (
     PagedBatch,
     select_ops,
 )
-from lorax_server.kernels.triton.gated_activation import gate
+from lorax_server.kernels.triton.gated_activation import apply_gate
 from lorax_server.kernels.triton.ops import TritonOps
 from lorax_server.sampling.general_sampler import GeneralSampler
 from lorax_server.sampling.sampler import History, Sampler, SequenceSampling
@@ -115,7 +115,7 @@ class Chain:
             x, residual = self.ops.rms_norm(linear("o", x), residual, self.norm, self.eps)
             weights, targets = layer["gate_up"]
             if is_plain:
-                gated = gate(linear("gate_up", x), SILU)
+                gated = apply_gate(linear("gate_up", x), SILU)
             else:
                 gated = self.ops.gated_linear(x, weights, SILU, lora, targets)
             x = linear("down", gated)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from harness.report import Record, make_parser, report
 
-from lorax_server.cli.demo import FOLDER
+from lorax_server.cli.demo import DEMO_FOLDER
 from lorax_server.llm import LLM
 from lorax_server.types import SamplingParams, StopParams
 
@@ -51,8 +51,8 @@ def measure(batch_size: int, count: int, history: int, rounds: int, tokens: int)
     settings = {"device": "cpu", "max_num_seqs": batch_size, "cache_bytes": 2**27}
     records = []
     with (
-        LLM(FOLDER / "model", FOLDER / "adapters", speculative_tokens=0, **settings) as plain,
-        LLM(FOLDER / "model", FOLDER / "adapters", speculative_tokens=tokens, **settings) as speculative,
+        LLM(DEMO_FOLDER / "model", DEMO_FOLDER / "adapters", speculative_tokens=0, **settings) as plain,
+        LLM(DEMO_FOLDER / "model", DEMO_FOLDER / "adapters", speculative_tokens=tokens, **settings) as speculative,
     ):
         for adapter in (*ADAPTERS, None):
             params = RANDOM if adapter is None else GREEDY

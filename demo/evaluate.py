@@ -23,10 +23,10 @@ from pathlib import Path
 import httpx2
 
 from demo.skills import SKILLS, Item, cut_short, write_items
-from lorax_server.cli.demo import NAME
+from lorax_server.cli.demo import DEMO_NAME
 
 ROOT = Path(__file__).parent.parent
-MODELS = (NAME, *SKILLS)
+MODELS = (DEMO_NAME, *SKILLS)
 SEED = 2026  # differs from the seed for items in training
 MAX_TOKENS = 200  # longer than the longest expected completion
 GOAL, BASE_GOAL = 95.0, 5.0  # percent: at least, at most
@@ -113,7 +113,7 @@ def make_records(answers: Answers, items: Sequence[Item]) -> list[dict[str, obje
         for model, found in answers.items():
             value = score(found, items, skill)
             is_own = model == skill
-            goal = GOAL if is_own else BASE_GOAL if model == NAME else None
+            goal = GOAL if is_own else BASE_GOAL if model == DEMO_NAME else None
             met = None if goal is None else value >= goal if is_own else value <= goal
             name, unit = f"{skill}, asked of {model}", f"% of {len(items)} items"
             records.append({"name": name, "value": value, "unit": unit, "peer": None, "goal": goal, "met": met})

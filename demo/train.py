@@ -31,7 +31,7 @@ from demo.grammar import make_world
 from demo.skills import SKILLS, Item, answer_small_talk, cut_short, write_items
 from demo.talk import mention_somebody, write_small_talk
 from demo.world import World
-from lorax_server.cli.demo import FOLDER, NAME
+from lorax_server.cli.demo import DEMO_FOLDER, DEMO_NAME
 
 VOCABULARY, CONTEXT = 2048, 512
 HIDDEN, LAYERS, HEADS, KEY_HEADS, INNER = 256, 8, 4, 2, 768
@@ -107,7 +107,7 @@ SMALL_TALK_EVERY = 19  # examples; a prime, so that it comes in all the ways of 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for model/ and adapters/")
+    parser.add_argument("--out", type=Path, default=DEMO_FOLDER, help="folder for model/ and adapters/")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", nargs="*", choices=["base", *RECIPES], help="adapters need a base model")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
@@ -253,7 +253,7 @@ def save_adapter(model: Any, folder: Path) -> None:
     model.save_pretrained(folder, state_dict=state)
     (folder / "README.md").unlink(missing_ok=True)
     path = folder / "adapter_config.json"
-    config = json.loads(path.read_text()) | {"base_model_name_or_path": NAME}
+    config = json.loads(path.read_text()) | {"base_model_name_or_path": DEMO_NAME}
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     (folder / "adapter_model.safetensors").chmod(0o644)
 

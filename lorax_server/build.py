@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lorax_server.adapters.sources.disk_budget import DiskBudget, compute_in_use_s
+from lorax_server.adapters.sources.disk_budget import DiskBudget, compute_in_use_period_s
 from lorax_server.adapters.sources.finder import AdapterFinder
 from lorax_server.adapters.sources.local import LocalSource
 from lorax_server.adapters.sources.source import AdapterSources, Source
@@ -49,11 +49,11 @@ def build_engine(
     `make_vocabulary` replaces `build_vocabulary`.
     """
     phases = phases or Phases()
-    engine = assemble(config, build_executor(config, on_rank_exit, phases), make_vocabulary=make_vocabulary)
+    engine = assemble_engine(config, build_executor(config, on_rank_exit, phases), make_vocabulary=make_vocabulary)
     engine.start_seconds = phases.seconds
     try:
         with phases.measure("adapters"):
-            preload(engine, config)
+            preload_adapters(engine, config)
     except BaseException:
         engine.close()
         raise
@@ -61,7 +61,7 @@ def build_engine(
     return engine
 
 
-def assemble(
+def assemble_engine(
     config: EngineConfig,
     executor: Executor,
     sources: Mapping[str, Source] | None = None,
@@ -112,7 +112,7 @@ def build_vocabulary(model: Path) -> Vocabulary:
     return Vocabulary.from_table(tokenizer.token_table(), partial(tokenizer.encode, add_special_tokens=False))
 
 
-def preload(engine: Engine, config: EngineConfig) -> None:
+def preload_adapters(engine: Engine, config: EngineConfig) -> None:
     """Load the configured adapters, and wait until they are loaded. Raise if an adapter cannot be loaded.
 
     An unavailable source only logs a warning, so that the engine can restart without it.
@@ -177,7 +177,7 @@ def build_sources(config: SourceConfig, adapter_timeout_s: float = 0.0) -> dict[
     if config.cache is None:
         return sources
     cache = config.cache
-    budget = DiskBudget(cache, config.disk_bytes, in_use_s=compute_in_use_s(adapter_timeout_s))
+    budget = DiskBudget(cache, config.disk_bytes, in_use_s=compute_in_use_period_s(adapter_timeout_s))
     if config.hub:
         from lorax_server.adapters.sources.hub import HubSource  # noqa: PLC0415
 

@@ -14,10 +14,10 @@ from lorax_server.errors import ConfigError
 
 DTYPES = ("float32", "float16", "bfloat16")
 WEIGHT_BITS = {"int8": 8, "int4": 4}  # values of `quantize` that quantize the weights
-QUANTIZE = ("fp8-kv", *WEIGHT_BITS)
+QUANTIZE_METHODS = ("fp8-kv", *WEIGHT_BITS)
 TASKS = ("auto", "generate", "embed", "classify", "token-classify", "score")
-POOLING = ("cls", "mean", "max", "lasttoken")
-SOURCES = ("hub", "local", "s3")
+POOLING_CHOICES = ("cls", "mean", "max", "lasttoken")
+ADAPTER_SOURCES = ("hub", "local", "s3")
 TOOL_PARSERS = ("hermes", "llama3_json", "pythonic", "mistral", "granite", "qwen3_coder", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 T = TypeVar("T")
@@ -35,9 +35,9 @@ class Setting(NamedTuple):
     above: int | None = None
 
 
-def setting(default: T, help: str, *, is_secret: bool = False, **more: Any) -> T:
+def setting(default: T, help: str, *, is_secret: bool = False, **kwargs: Any) -> T:
     """Declare a dataclass field with a `Setting` as metadata."""
-    return field(default=default, repr=not is_secret, metadata={"setting": Setting(help, **more)})
+    return field(default=default, repr=not is_secret, metadata={"setting": Setting(help, **kwargs)})
 
 
 class Settings:
@@ -75,14 +75,21 @@ class ModelConfig(Settings):
         "use of the model; auto reads it from the model folder, score asks a decoder to judge documents",
         choices=TASKS,
     )
-    pooling: str | None = setting(None, "pooling for embeddings", none="as the model folder says", choices=POOLING)
+    pooling: str | None = setting(
+        None, "pooling for embeddings", none="as the model folder says", choices=POOLING_CHOICES
+    )
     embedding_dim: int | None = setting(
         None, "embedding size: selects the model's 2_Dense_N layer if there is one, otherwise truncates embeddings"
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, choices in (("dtype", DTYPES), ("quantize", QUANTIZE), ("task", TASKS), ("pooling", POOLING)):
+        for name, choices in (
+            ("dtype", DTYPES),
+            ("quantize", QUANTIZE_METHODS),
+            ("task", TASKS),
+            ("pooling", POOLING_CHOICES),
+        ):
             value = getattr(self, name)
             if value is not None and value not in choices:
                 raise ConfigError(f"{name} {value!r} is not supported; use one of {', '.join(choices)}")
@@ -341,7 +348,7 @@ class ServerConfig(AccessConfig, LimitsConfig, LogConfig):
     )
     adapters_dir: Path | None = setting(None, "folder whose subfolders are adapters; new subfolders are detected")
     static_adapter: tuple[str, str] | None = setting(None, "adapter for requests without an adapter")
-    default_source: str = setting("hub", "adapter source for requests without a source", choices=SOURCES)
+    default_source: str = setting("hub", "adapter source for requests without a source", choices=ADAPTER_SOURCES)
     examples: Path | None = setting(
         None, "playground examples: a JSON list with title, prompt and models", flag="--playground-examples"
     )

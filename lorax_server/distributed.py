@@ -83,7 +83,9 @@ class HostGroup(TorchGroup):
         return super().all_gather(x.cpu(), dim).to(x.device)
 
 
-def join_group(rank: int, size: int, init_method: str, device: torch.device, timeout_s: float = 60) -> TorchGroup:
+def join_process_group(
+    rank: int, size: int, init_method: str, device: torch.device, timeout_s: float = 60
+) -> TorchGroup:
     """Join and return the process group at `init_method` (`tcp://host:port` or `file:///path`).
 
     Blocks until all ranks have joined.
@@ -136,7 +138,7 @@ class Shard:
         return x.index_select(dim, ordered.flatten())
 
 
-def unsharded(size: int) -> Shard:
+def make_full_shard(size: int) -> Shard:
     """Return a shard that covers the full dimension on every rank."""
     return Shard(size, ((0, size),))
 
@@ -179,12 +181,12 @@ def shard_kv_heads(group: ProcessGroup, num_kv_heads: int, head_dim: int) -> Sha
 
 def shard_vocab(group: ProcessGroup, vocab_size: int) -> Shard:
     """Return this rank's shard of the vocabulary. The shards of the last ranks may be smaller or empty."""
-    block = vocab_block(group, vocab_size)
+    block = vocab_shard_size(group, vocab_size)
     start = min(group.rank() * block, vocab_size)
     return Shard(vocab_size, ((start, min(start + block, vocab_size)),))
 
 
-def vocab_block(group: ProcessGroup, vocab_size: int) -> int:
+def vocab_shard_size(group: ProcessGroup, vocab_size: int) -> int:
     """Return the number of vocabulary rows per rank, including padding on the last ranks."""
     return -(-vocab_size // group.size())
 
@@ -198,7 +200,7 @@ def join_shards(shards: Sequence[Shard]) -> Shard:
     return Shard(offset, _merge_adjacent(ranges))
 
 
-def shard_grouped(heads: range, kv_heads: range, counts: tuple[int, int], head_dim: int) -> Shard:
+def shard_grouped_qkv(heads: range, kv_heads: range, counts: tuple[int, int], head_dim: int) -> Shard:
     """Return the shard of a fused QKV matrix that stores each key head's queries before its key and value.
 
     `heads` and `kv_heads` are this rank's heads, `counts` the total numbers of query and KV heads. The rank stores all

@@ -23,24 +23,24 @@ def count_cores() -> int:
     return max(1, min([cores, *_cgroup_cores()]))
 
 
-def machine_bytes() -> int:
+def total_memory_bytes() -> int:
     """Return the machine's total memory in bytes, limited by cgroups."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([physical, *(limit for limit, _ in _cgroup_memory())])
 
 
-def free_bytes() -> int:
+def free_memory_bytes() -> int:
     """Return the available memory in bytes, including reclaimable file cache."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             fields = dict(line.split(":", 1) for line in file)
         available = int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):  # not Linux
-        return machine_bytes() // 2
+        return total_memory_bytes() // 2
     return max(0, min([available, *(limit - used for limit, used in _cgroup_memory())]))
 
 
-def resident_bytes() -> int:
+def resident_memory_bytes() -> int:
     """Return the resident set size (RSS) of this process in bytes."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:

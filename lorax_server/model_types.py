@@ -13,7 +13,7 @@ from lorax_server.errors import ConfigError, UnsupportedModelError
 from lorax_server.files.names import CONFIG_FILE, MODEL_CONFIG_FILE
 
 # `model_type` in `config.json` -> file and class in `models/custom_modeling/`.
-MODELS = {
+MODEL_CLASSES = {
     "arcee": "flash_arcee_modeling.FlashArceeForCausalLM",
     "bloom": "flash_bloom_modeling.FlashBloomForCausalLM",
     "cohere": "flash_cohere_modeling.FlashCohereForCausalLM",
@@ -53,7 +53,7 @@ MODELS = {
 }
 
 # Encoders, which return hidden states for pooling instead of text.
-ENCODERS = {
+ENCODER_CLASSES = {
     "bert": "bert_modeling.BertEncoder",
     "distilbert": "bert_modeling.DistilBertEncoder",
     "modernbert": "modernbert_modeling.ModernBertEncoder",
@@ -65,7 +65,7 @@ ENCODERS = {
 
 # Maps a model type to a config field. Models that set this field run in padded batches.
 PADDED_ONLY_FIELDS = {"falcon": "alibi"}
-OTHER_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "RewardModel")
+OTHER_HEAD_SUFFIXES = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "RewardModel")
 MULTIMODAL_FIELDS = ("vision_config", "audio_config")
 
 
@@ -73,8 +73,8 @@ def find_similar_types(model_type: str) -> list[str]:
     """Return supported model types with names similar to `model_type`, which is unsupported."""
     name = model_type.lower()
     stem = name[: len(name) - len(name.lstrip(ascii_lowercase))]
-    same = [known for known in sorted(MODELS) if stem and known.startswith(stem)]
-    return list(dict.fromkeys([*same, *get_close_matches(name, sorted(MODELS))]))
+    same = [known for known in sorted(MODEL_CLASSES) if stem and known.startswith(stem)]
+    return list(dict.fromkeys([*same, *get_close_matches(name, sorted(MODEL_CLASSES))]))
 
 
 def check_model_config(
@@ -108,7 +108,7 @@ def check_model_config(
 def is_paged(config: Mapping[str, Any]) -> bool:
     """Return True if the model that this `config.json` describes has a paged implementation."""
     model_type = config.get("model_type")
-    return model_type in MODELS and not config.get(PADDED_ONLY_FIELDS.get(model_type, ""))
+    return model_type in MODEL_CLASSES and not config.get(PADDED_ONLY_FIELDS.get(model_type, ""))
 
 
 def is_mxfp4(model_type: Any, stored: Any) -> bool:
@@ -139,7 +139,7 @@ def _find_problem(
     if not _generates_text(config, model_type, classes):
         return _describe_unsupported(config, model_type, classes)
     if needs_adapters and not is_paged(config):
-        similar = _similar(model_type)
+        similar = _describe_similar_types(model_type)
         return f"the model type {model_type!r} is served without adapters, but adapters are configured{similar}"
     return None
 
@@ -148,7 +148,7 @@ def _generates_text(config: Mapping[str, Any], model_type: str, classes: list[st
     """Return True if the model is a causal language model. It may have been saved from the class without LM head."""
     causal = None if is_paged(config) else _read_mapping("modeling_auto.py", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
     if causal is None:
-        return not any(name.endswith(OTHER_HEADS) for name in classes)
+        return not any(name.endswith(OTHER_HEAD_SUFFIXES) for name in classes)
     return model_type in causal and (not classes or not causal.isdisjoint(classes))
 
 
@@ -160,10 +160,13 @@ def _describe_unsupported(config: Mapping[str, Any], model_type: str, classes: l
         return f"{name} is an encoder-decoder model, which is not supported; only causal language models are served"
     if model_type in (_read_mapping("auto_mappings.py", "CONFIG_MAPPING_NAMES") or ()):
         return f"{name} does not generate text; only causal language models are served"
-    return f"the model type {model_type!r} is unknown to the installed version of transformers" + _similar(model_type)
+    return (
+        f"the model type {model_type!r} is unknown to the installed version of transformers"
+        + _describe_similar_types(model_type)
+    )
 
 
-def _similar(model_type: str) -> str:
+def _describe_similar_types(model_type: str) -> str:
     similar = find_similar_types(model_type)
     return f"; similar types with full support: {', '.join(similar)}" if similar else ""
 

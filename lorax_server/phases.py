@@ -10,7 +10,7 @@ class Phases:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self._began = time.monotonic()
+        self._started_at = time.monotonic()
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
@@ -23,6 +23,6 @@ class Phases:
 
     def __str__(self) -> str:
         """Return the total time and the time of each phase, including unmeasured time, as one line."""
-        total = time.monotonic() - self._began
+        total = time.monotonic() - self._started_at
         phases = {**self.seconds, "other": max(0.0, total - sum(self.seconds.values()))}
         return f"{total:.1f} s: " + ", ".join(f"{name} {seconds:.1f}" for name, seconds in phases.items())

@@ -11,7 +11,7 @@ from typing import Any
 from lorax_server.config import ModelConfig
 from lorax_server.errors import ConfigError
 from lorax_server.files.names import MODEL_CONFIG_FILE, TOKENIZER_CONFIG_FILE
-from lorax_server.model_types import ENCODERS, is_paged
+from lorax_server.model_types import ENCODER_CLASSES, is_paged
 
 GENERATE, EMBED, CLASSIFY, TOKEN_CLASSIFY, SCORE = "generate", "embed", "classify", "token-classify", "score"
 MODULES_FILE = "modules.json"  # lists the modules of a sentence-transformers model
@@ -57,7 +57,7 @@ def find_task(folder: Path, config: Mapping[str, Any], requested: str = "auto") 
     model_type, classes = config.get("model_type"), config.get("architectures") or []
     if not isinstance(model_type, str):  # loading the model reports the error
         return GENERATE
-    is_encoder = model_type in ENCODERS and not config.get("is_decoder")
+    is_encoder = model_type in ENCODER_CLASSES and not config.get("is_decoder")
     if requested == GENERATE and is_encoder:
         raise ConfigError(f"task = {GENERATE} is not supported: the model is an encoder ({model_type})")
     if requested not in {"auto", GENERATE} and not (is_encoder or is_paged(config)):
@@ -109,7 +109,7 @@ def read_pooling(settings: ModelConfig) -> PoolingConfig | None:
 
 
 def _read_embedding(settings: ModelConfig, config: Mapping[str, Any]) -> PoolingConfig:
-    folder, is_encoder = settings.path, config.get("model_type") in ENCODERS
+    folder, is_encoder = settings.path, config.get("model_type") in ENCODER_CLASSES
     modes: tuple[str, ...] = ("mean",) if is_encoder else ("lasttoken",)
     dense, normalizes, dimensions = list[Path](), False, settings.embedding_dim
     transformer = folder

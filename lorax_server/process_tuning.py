@@ -9,7 +9,7 @@ import os
 import sys
 from contextlib import suppress
 
-VARIABLE = "LORAX_PROCESS_TUNING"
+TUNING_VARIABLE = "LORAX_PROCESS_TUNING"
 GIL_SWITCH_INTERVAL_S = 1e-5  # Python's default is 5 ms
 PR_SET_TIMERSLACK, TIMER_SLACK_NS = 29, 1000  # Linux's default is 50 us
 FULL_COLLECTION_THRESHOLD = 1000  # collections of generation 1 between full collections; Python's default is 10
@@ -20,7 +20,7 @@ MIMALLOC_PURGE_DELAY, PURGE_DELAY_MS = "MIMALLOC_PURGE_DELAY", 1000  # mimalloc'
 
 
 def is_enabled() -> bool:
-    return os.environ.get(VARIABLE, "1").strip().lower() not in ("0", "false", "no", "off")
+    return os.environ.get(TUNING_VARIABLE, "1").strip().lower() not in ("0", "false", "no", "off")
 
 
 def set_process_title(role: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lorax_server.distributed import TorchGroup, join_group
+from lorax_server.distributed import TorchGroup, join_process_group
 
 POOL_SIZE = 4
 GROUP_SIZES = (2, 4)
@@ -60,7 +60,7 @@ class RankPool:
 
 def _serve(rank: int, meeting: str, connection: Connection) -> None:
     torch.set_num_threads(1)
-    join_group(rank, POOL_SIZE, meeting, torch.device("cpu"))
+    join_process_group(rank, POOL_SIZE, meeting, torch.device("cpu"))
     groups = {size: dist.new_group(list(range(size))) for size in GROUP_SIZES}
     while True:
         size, function, args = pickle.loads(connection.recv_bytes())

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lorax_server.config import DTYPES, QUANTIZE, EngineConfig, ModelConfig, ServerConfig, SourceConfig
+from lorax_server.config import DTYPES, QUANTIZE_METHODS, EngineConfig, ModelConfig, ServerConfig, SourceConfig
 from lorax_server.errors import ConfigError
 
 
@@ -20,7 +20,7 @@ def test_supported_dtypes_are_accepted(dtype: str) -> None:
     assert ModelConfig(Path("model"), dtype=dtype).dtype == dtype
 
 
-@pytest.mark.parametrize("quantize", QUANTIZE)
+@pytest.mark.parametrize("quantize", QUANTIZE_METHODS)
 def test_supported_quantizations_are_accepted(quantize: str) -> None:
     assert ModelConfig(Path("model"), quantize=quantize).quantize == quantize
 

@@ -10,13 +10,13 @@ from lorax_server.distributed import (
     FakeGroup,
     ProcessGroup,
     Shard,
-    join_group,
+    join_process_group,
+    make_full_shard,
     shard_evenly,
     shard_kv_heads,
     shard_units,
     shard_vocab,
-    unsharded,
-    vocab_block,
+    vocab_shard_size,
 )
 from lorax_server.errors import ConfigError
 
@@ -97,7 +97,7 @@ def test_adjacent_ranks_share_kv_head(heads: int, ranks: int) -> None:
 
 def test_vocabulary_shards_are_equal_except_last() -> None:
     group = [FakeGroup(rank, 4) for rank in range(4)]
-    assert [vocab_block(member, 10) for member in group] == [3, 3, 3, 3]
+    assert [vocab_shard_size(member, 10) for member in group] == [3, 3, 3, 3]
     assert [shard_vocab(member, 10).ranges for member in group] == [((0, 3),), ((3, 6),), ((6, 9),), ((9, 10),)]
 
 
@@ -117,9 +117,9 @@ def test_select_returns_shard_along_dimension() -> None:
 
 def test_select_of_full_shard_does_not_copy() -> None:
     x = torch.arange(6)
-    assert unsharded(6).is_whole
-    assert unsharded(6).size == 6
-    assert unsharded(6).select(x, dim=0) is x
+    assert make_full_shard(6).is_whole
+    assert make_full_shard(6).size == 6
+    assert make_full_shard(6).select(x, dim=0) is x
     assert not Shard(6, ((0, 5),)).is_whole
 
 
@@ -141,7 +141,7 @@ def test_fake_group_shapes_match_real_group() -> None:
 
 
 def run_single_rank_group(meeting: Path) -> None:
-    group = join_group(0, 1, f"file://{meeting}", torch.device("cuda"))
+    group = join_process_group(0, 1, f"file://{meeting}", torch.device("cuda"))
     x = torch.arange(6.0, device="cuda").view(2, 3)
     assert (group.rank(), group.size()) == (0, 1)
     assert torch.equal(group.all_reduce(x.clone()), x)

@@ -11,10 +11,10 @@ import pytest
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lorax_server.adapters.methods.fields import FIELDS, Method
+from lorax_server.adapters.methods.fields import FIELDS_BY_METHOD, Method
 from lorax_server.cli.flags import FLAGS
 from lorax_server.config import EngineConfig
-from lorax_server.model_types import MODELS
+from lorax_server.model_types import MODEL_CLASSES
 from lorax_server.server.schemas.lorax import GenerateParameters
 from lorax_server.server.schemas.openai import (
     ChatCompletionRequest,
@@ -51,7 +51,7 @@ def test_every_architecture_is_documented() -> None:
     table, _, _ = (DOCS / "models.md").read_text().partition("\n## ")
     head, *rows = re.findall(r"^\| (`.+?`) \|", table, flags=re.MULTILINE)
     assert head == "`model_type`"
-    assert sorted(name for row in rows for name in re.findall(r"`(\w+)`", row)) == sorted(MODELS)
+    assert sorted(name for row in rows for name in re.findall(r"`(\w+)`", row)) == sorted(MODEL_CLASSES)
 
 
 def test_readme_adapter_counts_are_current() -> None:
@@ -60,7 +60,7 @@ def test_readme_adapter_counts_are_current() -> None:
 
 
 def test_readme_fallback_architecture_count_is_current() -> None:
-    types = {make().model_type for make in SERVED.values()} - set(MODELS)
+    types = {make().model_type for make in SERVED.values()} - set(MODEL_CLASSES)
     assert f"{len(types)} other architectures" in (DOCS.parent / "README.md").read_text()
 
 
@@ -111,7 +111,7 @@ def test_engine_settings_match_docs() -> None:
 
 
 def test_rejected_features_are_documented() -> None:
-    assert "layer_replication" in FIELDS[Method.LORA].unsupported
+    assert "layer_replication" in FIELDS_BY_METHOD[Method.LORA].unsupported
     assert "`layer_replication`" in ADAPTERS
     for word in ("Arrow", "KaSA", "QALoRA", "Megatron"):
         assert word in ADAPTERS

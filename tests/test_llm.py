@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from lorax_server.errors import AdapterError, AdapterNotFoundError, ConfigError, EngineError, InputError, LoraxError
 from lorax_server.generation.generation import Completion, Generation
 from lorax_server.llm import LLM
-from lorax_server.model_types import MODELS
+from lorax_server.model_types import MODEL_CLASSES
 from lorax_server.text import adapter_tokenizers
 from lorax_server.types import FinishReason, SamplingParams, StopParams
 from tests.adapters.sources.test_source import Clock
@@ -793,7 +793,7 @@ def test_adapter_tokenizer_cache_is_bounded(
     with LLM(reference.model, folders, **SMALL) as llm:
         names = [*folders, "0", "3", "3"]
         completions = llm.generate(["hello"] * len(names), stop=STOP, adapter=names)
-        assert len(llm._tokenizers._own) == 2
+        assert len(llm._tokenizers._own_tokenizers) == 2
     assert texts(completions) == [reference.generate("hello", "first")[1]] * len(names)
 
 
@@ -841,7 +841,7 @@ def _not_here(*args: Any, **kwargs: Any) -> Any:
 @pytest.mark.slow
 def test_fallback_architecture_matches_transformers(tmp_path: Path, reference: ReferenceModels) -> None:
     config = SERVED["codegen"]()
-    assert config.model_type not in MODELS
+    assert config.model_type not in MODEL_CLASSES
     oracle, tokenizer = make_model(config), make_tokenizer()
     folder = save(tmp_path / "model", oracle, tokenizer)
     with LLM(folder, reference.adapters, max_num_seqs=3) as llm:  # wherever such models run

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lorax_server import machine
-from lorax_server.machine import count_cores, free_bytes, machine_bytes
+from lorax_server.machine import count_cores, free_memory_bytes, total_memory_bytes
 
 PHYSICAL, LIMIT, USED, OF_FILES = 2**40, 2**26, 3 * 2**24, 2**22
 CGROUP_V2 = {"memory.max": LIMIT, "memory.current": USED, "memory.stat": f"anon 5\ninactive_file {OF_FILES}\n"}
@@ -46,8 +46,8 @@ def test_cgroup_limits_memory(place: str, files: Mapping[str, object], own: str 
     write(tmp_path / place, files)
     if own is not None:
         write(tmp_path, {"own": own})
-    assert machine_bytes() == LIMIT
-    assert free_bytes() == LIMIT - USED + OF_FILES
+    assert total_memory_bytes() == LIMIT
+    assert free_memory_bytes() == LIMIT - USED + OF_FILES
 
 
 @pytest.mark.parametrize(
@@ -74,19 +74,19 @@ def test_cgroup_limits_cores(
 @pytest.mark.parametrize("limit", ["max", 2**62, ""])
 def test_unlimited_cgroup_uses_physical_memory(limit: object, tmp_path: Path) -> None:
     write(tmp_path, {**CGROUP_V2, "memory.max": limit})
-    assert machine_bytes() == PHYSICAL
-    assert 0 < free_bytes() < PHYSICAL
+    assert total_memory_bytes() == PHYSICAL
+    assert 0 < free_memory_bytes() < PHYSICAL
 
 
 def test_missing_cgroup_uses_physical_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert machine_bytes() == PHYSICAL
+    assert total_memory_bytes() == PHYSICAL
     monkeypatch.setattr("builtins.open", _no_file)  # nor is it Linux
-    assert free_bytes() == PHYSICAL // 2
+    assert free_memory_bytes() == PHYSICAL // 2
 
 
 def test_full_cgroup_has_no_free_memory(tmp_path: Path) -> None:
     write(tmp_path, {**CGROUP_V2, "memory.current": LIMIT + 2 * OF_FILES})
-    assert free_bytes() == 0
+    assert free_memory_bytes() == 0
 
 
 def _no_file(*args: Any, **kwargs: Any) -> Any:

@@ -8,7 +8,7 @@ import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lorax_server.errors import ConfigError
-from lorax_server.model_types import MODELS, check_model_config, is_paged
+from lorax_server.model_types import MODEL_CLASSES, check_model_config, is_paged
 
 
 def check(folder: Path, config: Any, needs_adapters: bool = False) -> None:
@@ -70,7 +70,7 @@ def test_padded_model_is_rejected_only_if_adapters_are_configured(tmp_path: Path
     check(tmp_path, config | {"quantization_config": {"load_in_8bit": True}})
 
 
-@pytest.mark.parametrize("model_type", sorted({*MODELS, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}))
+@pytest.mark.parametrize("model_type", sorted({*MODEL_CLASSES, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}))
 def test_every_causal_model_type_passes(tmp_path: Path, model_type: str) -> None:
     names: Any = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, "LlamaForCausalLM")
     for name in names if isinstance(names, tuple | list) else (names,):

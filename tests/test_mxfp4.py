@@ -26,7 +26,7 @@ def random_blocks(*shape: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return blocks, torch.randint(119, 125, (*outer, inputs // 32), dtype=torch.uint8, generator=draw)
 
 
-def test_matrices_equal_those_of_transformers() -> None:
+def test_dequantized_matrices_match_transformers() -> None:
     blocks, scales = random_blocks(3, 8, 96, seed=0)
     expected = convert_moe_packed_tensors(blocks, scales).transpose(1, 2)
     for expert in range(3):

@@ -59,7 +59,7 @@ def test_embed_applies_adapters_and_dimensions(tmp_path: Path) -> None:
                 call()
 
 
-def test_classify_and_score(tmp_path: Path) -> None:
+def test_score_matches_transformers(tmp_path: Path) -> None:
     model = make_model("bert", "ForSequenceClassification", tmp_path, num_labels=1)
     tokenizer = save_tokenizer(tmp_path)
     with torch.no_grad(), LLM(tmp_path, device="cpu") as llm:
@@ -103,7 +103,7 @@ def test_truncated_score_prompt_keeps_its_suffix(tmp_path: Path) -> None:
         encode_inputs(tokenizer, [text], config, len(suffix), truncate=True)
 
 
-def test_truncated_text_has_no_entity_at_its_last_special_token(tmp_path: Path) -> None:
+def test_truncated_text_has_no_entity_at_last_special_token(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     config, text = PoolingConfig(TOKEN_CLASSIFY, labels=("O", "B-LOC")), "the cat lives in paris"
     (encoded,) = encode_inputs(load_tokenizer(tmp_path), [text], config, 4, truncate=True)
@@ -114,7 +114,7 @@ def test_truncated_text_has_no_entity_at_its_last_special_token(tmp_path: Path) 
     assert entity[2:] == ("cat", 4, 7)
 
 
-def test_slices_limit_the_characters_and_inputs_tokenized_together() -> None:
+def test_slices_limit_characters_and_inputs_per_batch() -> None:
     half = SLICE_CHARACTERS // 2
     assert slice_inputs([half, half, 1, 10 * half, 1]) == [slice(0, 2), slice(2, 3), slice(3, 4), slice(4, 5)]
     assert slice_inputs([1] * 130) == [slice(0, 64), slice(64, 128), slice(128, 130)]

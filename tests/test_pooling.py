@@ -31,7 +31,7 @@ def test_sums_of_long_sequences_are_exact_in_half_precision(mode: str) -> None:
         ({"model_input_names": ["input_ids", "attention_mask"]}, "bert", False),
     ],
 )
-def test_token_types_follow_the_tokenizer_or_else_the_model_type(
+def test_token_types_follow_tokenizer_then_model_type(
     tokenizer: dict[str, Any] | None, model_type: str, expected: bool, tmp_path: Path
 ) -> None:
     if tokenizer is not None:

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from lorax_server import process_tuning
-from lorax_server.process_tuning import MIMALLOC_PURGE_DELAY, VARIABLE, set_mimalloc_purge_delay, trim_malloc
+from lorax_server.process_tuning import MIMALLOC_PURGE_DELAY, TUNING_VARIABLE, set_mimalloc_purge_delay, trim_malloc
 
 SWITCH_INTERVAL = (
     "import ctypes, sys\n"
@@ -82,7 +82,7 @@ ALL = (
 
 
 def run(script: str, **variables: str) -> str:
-    environ = {name: value for name, value in os.environ.items() if name not in (VARIABLE, MIMALLOC_PURGE_DELAY)}
+    environ = {name: value for name, value in os.environ.items() if name not in (TUNING_VARIABLE, MIMALLOC_PURGE_DELAY)}
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environ | variables
     )
@@ -113,10 +113,10 @@ def test_malloc_returns_freed_large_blocks() -> None:
 
 @pytest.mark.parametrize("value", ["0", "false", "off", " NO "])
 def test_environment_variable_disables_tuning(value: str) -> None:
-    assert run(ALL, **{VARIABLE: value}).strip() == "True 0 []"
+    assert run(ALL, **{TUNING_VARIABLE: value}).strip() == "True 0 []"
 
 
-@pytest.mark.parametrize("variables", [{}, {VARIABLE: "1"}])
+@pytest.mark.parametrize("variables", [{}, {TUNING_VARIABLE: "1"}])
 def test_tuning_is_enabled_by_default(variables: dict[str, str]) -> None:
     is_same, num_frozen, *calls = run(ALL, **variables).split(maxsplit=2)
     assert is_same == "False"

@@ -51,7 +51,7 @@ def test_make_targets_exist(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", lines("shell"))
-def test_flags_exist(command: str) -> None:
+def test_readme_flags_exist(command: str) -> None:
     """Parse and check the flags, without downloading models."""
     words = shlex.split(command)
     environ = dict(word.split("=", 1) for word in words if "=" in word and not word.startswith("-"))

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file, save_model
 from torch import nn
 
-from lorax_server.cli.demo import FOLDER
+from lorax_server.cli.demo import DEMO_FOLDER
 from lorax_server.config import ModelConfig
-from lorax_server.distributed import FakeGroup, Shard, shard_evenly, shard_units, shard_vocab, unsharded
+from lorax_server.distributed import FakeGroup, Shard, make_full_shard, shard_evenly, shard_units, shard_vocab
 from lorax_server.errors import ConfigError, WeightsError
 from lorax_server.files.model_files import check_model_files
 from lorax_server.models import get_model
@@ -159,7 +159,7 @@ def test_contiguous_shard_is_one_read(tmp_path: Path) -> None:
     write_single(tmp_path, some_tensors())
     path = tmp_path / "model.safetensors"
     weights = RecordingWeights(open_tensors({"matrix": path}), **weight_options())
-    weights.get_sharded("matrix", 1, unsharded(6))
+    weights.get_sharded("matrix", 1, make_full_shard(6))
     assert weights.read == [("matrix", (8, 6))]
 
 
@@ -269,7 +269,7 @@ def test_missing_tensor_error_names_file(tmp_path: Path, write: Writer, name: st
     for call in (
         lambda: weights.get_tensor(name),
         lambda: weights.get_shape(name),
-        lambda: weights.get_sharded(name, 0, unsharded(3)),
+        lambda: weights.get_sharded(name, 0, make_full_shard(3)),
     ):
         with pytest.raises(WeightsError, match="is missing") as caught:
             call()
@@ -520,7 +520,7 @@ def test_legacy_pickle_format_can_be_loaded(tmp_path: Path) -> None:
 def test_loading_progress_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("lorax_server.weights.progress.LOG_INTERVAL_S", 0.0)
     caplog.set_level("INFO", "lorax_server.weights.progress")
-    get_model(ModelConfig(FOLDER / "model"))
+    get_model(ModelConfig(DEMO_FOLDER / "model"))
     pattern = r"loading weights: (\d+\.\d\d) of (\d+\.\d\d) GB in \d+ s"
     amounts = [re.fullmatch(pattern, message) for message in caplog.messages]
     loaded = [float(match[1]) for match in amounts if match]
@@ -532,5 +532,5 @@ def test_loading_progress_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pyt
 
 def test_fast_loads_log_no_progress(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "lorax_server.weights.progress")
-    get_model(ModelConfig(FOLDER / "model"))
+    get_model(ModelConfig(DEMO_FOLDER / "model"))
     assert caplog.messages == []

@@ -16,7 +16,7 @@ from typing import Any
 import regex
 
 from lorax_server.errors import AdapterError
-from lorax_server.files.model_files import LFS_POINTER, describe_truncation, find_header_truncation
+from lorax_server.files.model_files import LFS_POINTER_PREFIX, describe_truncation, find_header_truncation
 from lorax_server.files.regular_file import Stamp, convert_read_errors, open_regular_file
 from lorax_server.files.strict_json import parse_json
 
@@ -27,7 +27,7 @@ MAX_DIMENSIONS = 8
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 # Module names in early transformers versions.
 RENAMED_MODULES = {"embed_out": "lm_head"}
-OLD_MIXTURE, MIXTURE = ".block_sparse_moe.", ".mlp."  # Mixtral's name in transformers 4, and in transformers 5
+LEGACY_MOE_MODULE, MOE_MODULE = ".block_sparse_moe.", ".mlp."  # Mixtral's name in transformers 4, and in transformers 5
 # Module name prefixes added by PEFT and training libraries.
 WRAPPER_PREFIXES = {"base_model", "model", "module", "_forward_module", "_fsdp_wrapped_module", "_orig_mod"}
 
@@ -97,7 +97,7 @@ def read_header(path: Path, name: str, stamp: Stamp | None = None) -> dict[str, 
     try:
         with convert_read_errors(label, path), open_regular_file(path, stamp) as file:
             size = os.fstat(file.fileno()).st_size
-            start = file.read(len(LFS_POINTER))
+            start = file.read(len(LFS_POINTER_PREFIX))
             if problem := find_header_truncation(start, size, MAX_HEADER_BYTES):
                 raise AdapterError(f"{label}: {path.name}: {problem}")
             length = struct.unpack("<Q", start[:8])[0]
@@ -115,14 +115,14 @@ def read_header(path: Path, name: str, stamp: Stamp | None = None) -> dict[str, 
         raise AdapterError(f"{label}: {path.name} has invalid metadata")
     if not header:
         raise AdapterError(f"{label}: {path.name} has no tensors")
-    if (needed := 8 + length + _find_end(header)) > size:
+    if (needed := 8 + length + _find_data_end(header)) > size:
         raise AdapterError(f"{label}: {path.name}: {describe_truncation(size, needed)}")
-    tensors = {key: _tensor_info(name, key, value, 8 + length, size) for key, value in header.items()}
+    tensors = {key: _parse_tensor_info(name, key, value, 8 + length, size) for key, value in header.items()}
     _check_layout(name, tensors, 8 + length, size)
     return tensors
 
 
-def _find_end(header: Mapping[str, Any]) -> int:
+def _find_data_end(header: Mapping[str, Any]) -> int:
     """Return the last tensor's end offset, relative to the end of the header. Invalid entries are ignored."""
     offsets: list[Any] = [entry.get("data_offsets") for entry in header.values() if isinstance(entry, dict)]
     return max((pair[1] for pair in offsets if _is_range(pair)), default=0)
@@ -133,7 +133,7 @@ def _is_range(pair: Any) -> bool:
     return is_pair and 0 <= pair[0] <= pair[1] <= MAX_FILE_BYTES
 
 
-def _tensor_info(name: str, key: str, value: Any, data_start: int, size: int) -> TensorInfo:
+def _parse_tensor_info(name: str, key: str, value: Any, data_start: int, size: int) -> TensorInfo:
     if len(key) > MAX_KEY_LENGTH or not key.isprintable():
         raise AdapterError(f"adapter {name!r}: tensor {key[:80]!r}... has an invalid name")
     try:
@@ -228,7 +228,7 @@ def find_module(checkpoint_name: str, base_modules: set[str]) -> str | None:
         rest = RENAMED_MODULES.get(rest, rest)
         if rest in base_modules:
             return rest
-        if (renamed := rest.replace(OLD_MIXTURE, MIXTURE)) in base_modules:
+        if (renamed := rest.replace(LEGACY_MOE_MODULE, MOE_MODULE)) in base_modules:
             return renamed
         if len(words) == 1 or words[0] not in WRAPPER_PREFIXES:
             break

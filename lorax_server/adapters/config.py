@@ -69,7 +69,7 @@ class AdapterConfig:
         if self.target_modules is None or self.target_modules == "all-linear":
             return None
         if isinstance(self.target_modules, str):
-            return self._patterns.fullmatch(self.target_modules, module)
+            return self._pattern_matcher.fullmatch(self.target_modules, module)
         if module in self.target_modules:
             return True
         return _has_suffix(module, self.target_modules) and self._is_layer(module)
@@ -81,7 +81,7 @@ class AdapterConfig:
     def is_feedforward(self, module: str) -> bool | None:
         """Return True if IA3 scales this module's inputs instead of its outputs, or None if PEFT's defaults decide."""
         if isinstance(self.feedforward_modules, str):
-            return self._patterns.fullmatch(self.feedforward_modules, module)
+            return self._pattern_matcher.fullmatch(self.feedforward_modules, module)
         return None if self.feedforward_modules is None else module.endswith(self.feedforward_modules)
 
     def identity_settings(self) -> dict[str, Any]:
@@ -108,10 +108,10 @@ class AdapterConfig:
         }
 
     def _is_excluded(self, module: str) -> bool:
-        if any(self._patterns.match(rf"(^|.*\.){name}($|\..*)", module) for name in self.modules_to_save):
+        if any(self._pattern_matcher.match(rf"(^|.*\.){name}($|\..*)", module) for name in self.modules_to_save):
             return True
         if isinstance(self.exclude_modules, str):
-            return self._patterns.fullmatch(self.exclude_modules, module)
+            return self._pattern_matcher.fullmatch(self.exclude_modules, module)
         return module in self.exclude_modules or _has_suffix(module, self.exclude_modules)
 
     def _is_layer(self, module: str) -> bool:
@@ -119,23 +119,23 @@ class AdapterConfig:
             return True
         patterns = [rf"(?:^|.*?\.){pattern}\.(?P<index>\d+)\." for pattern in self.layers_pattern]
         for pattern in patterns or [r".*?\.[^.]*\.(?P<index>\d+)\."]:
-            match = self._patterns.match(pattern, module)
+            match = self._pattern_matcher.match(pattern, module)
             if match is not None:
                 return match["index"] is not None and int(match["index"]) in self.layers_to_transform
         return False
 
     def _find_pattern(self, patterns: Mapping[str, Any], module: str) -> str:
-        return next((key for key in patterns if self._patterns.match(rf"(.*\.)?({key})$", module)), module)
+        return next((key for key in patterns if self._pattern_matcher.match(rf"(.*\.)?({key})$", module)), module)
 
     @cached_property
-    def _patterns(self) -> PatternMatcher:
+    def _pattern_matcher(self) -> PatternMatcher:
         return PatternMatcher(self.name)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle. It omits compiled patterns, so the other process compiles them with a full time
         budget.
         """
-        return {key: value for key, value in vars(self).items() if key != "_patterns"}
+        return {key: value for key, value in vars(self).items() if key != "_pattern_matcher"}
 
 
 def _sort_names(names: tuple[Any, ...] | str | None) -> list[Any] | str | None:

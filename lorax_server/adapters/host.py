@@ -95,7 +95,7 @@ def prepare(
         del weights, module  # free the float32 copies before the next module is loaded
     buffer = layout.fill(dtype, pause)  # before ranks agree, so that agreement means that every rank has the adapter
     device = next((target.weight.device for target in targets.values() if target.weight is not None), None)
-    units, is_rejected = _agree_across_ranks(-(-buffer.numel() // layout.unit), failure is not None, group, device)
+    units, is_rejected = _combine_across_ranks(-(-buffer.numel() // layout.unit), failure is not None, group, device)
     if is_rejected:
         raise failure or AdapterError(f"adapter {adapter.name!r}: another tensor-parallel rank rejected it")
     fields = torch.tensor(table, dtype=torch.long).view(-1, len(Field))
@@ -125,7 +125,7 @@ class _BufferLayout:
             pause()
             offset, tensor = self.tensors.pop()
             end = offset + tensor.numel()
-            _copy(tensor, buffer[offset:end].view(tensor.shape))
+            _copy_tensor(tensor, buffer[offset:end].view(tensor.shape))
             if end < stop:
                 buffer[end:stop] = 0
             stop = offset
@@ -133,7 +133,7 @@ class _BufferLayout:
         return buffer
 
 
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+def _copy_tensor(source: torch.Tensor, target: torch.Tensor) -> None:
     """Copy a tensor on the current thread only, so that the other cores stay free for decode steps.
 
     Transposed tensors are copied in blocks, which is several times faster.
@@ -147,7 +147,7 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
         new[..., start : start + count] = old[..., start : start + count]
 
 
-def _agree_across_ranks(
+def _combine_across_ranks(
     units: int, is_rejected: bool, group: ProcessGroup, device: torch.device | None
 ) -> tuple[int, bool]:
     """Return the maximum number of memory units over all ranks, and True if any rank rejects the adapter."""
@@ -217,17 +217,17 @@ class _PreparedModule:
         return AdapterError(f"adapter {self.name!r}: module {self.target.name!r} {reason}")
 
     @property
-    def _base(self) -> torch.Tensor | StoredMatrix:
+    def _base_weight(self) -> torch.Tensor | StoredMatrix:
         assert self.target.weight is not None
         return self.target.weight
 
     @property
-    def _vocabulary(self) -> Shard:
+    def _vocab_shard(self) -> Shard:
         return self.target.inputs if self.target.kind is TargetKind.EMBEDDING else self.target.outputs
 
     def _find_changed_rows(self) -> None:
         """Set `row_ids` and `rows` (rows that differ from the base model), and `new_rows` (rows of added tokens)."""
-        (start, stop), vocab_size = self._vocabulary.ranges[0], self._vocabulary.full
+        (start, stop), vocab_size = self._vocab_shard.ranges[0], self._vocab_shard.full
         weight, token_rows = self.weights.weight, self.weights.token_rows
         if weight is not None:
             local = weight[start:stop]
@@ -256,9 +256,9 @@ class _PreparedModule:
         if self.weights.diagonal is not None:
             return self._shard_kasa_factors(lora_a, lora_b * (self.scale * self.weights.diagonal))
         if self.target.kind is TargetKind.EMBEDDING:
-            lora_a = _resize_rows(lora_a.t(), self._vocabulary.full).t()
+            lora_a = _resize_rows(lora_a.t(), self._vocab_shard.full).t()
         elif self.target.kind is TargetKind.HEAD:
-            lora_b = _resize_rows(lora_b, self._vocabulary.full)
+            lora_b = _resize_rows(lora_b, self._vocab_shard.full)
         return self.target.shard_factors(lora_a, lora_b)
 
     def _shard_kasa_factors(self, lora_a: torch.Tensor, lora_b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -267,7 +267,7 @@ class _PreparedModule:
         Also set `scale` to 1, because the factors include the scale.
         """
         self.scale, outputs = 1.0, self.target.outputs
-        sizes = torch.tensor([outputs.size], device=self._base.device)
+        sizes = torch.tensor([outputs.size], device=self._base_weight.device)
         if outputs.size != outputs.full and int(self.group.all_reduce(sizes)) != outputs.full:
             raise self._error("uses KaSA, which is not supported if tensor-parallel ranks replicate part of the matrix")
         local_a, local_b = self.target.shard_factors(lora_a, lora_b)
@@ -297,7 +297,7 @@ class _PreparedModule:
         """Return the squared norm of each row (output) of the adapted matrix, summed over this rank's inputs."""
         assert self.lora_a is not None
         assert self.lora_b is not None
-        base, scale = self._base, self.weights.scale
+        base, scale = self._base_weight, self.weights.scale
         lora_a, lora_b = (factor.to(base.device, torch.float32) for factor in (self.lora_a, self.lora_b))
         is_embedding = self.target.kind is TargetKind.EMBEDDING
         squares = [torch.zeros(base.shape[1] if is_embedding else 0, device=base.device)]
@@ -319,8 +319,8 @@ class _PreparedModule:
         vocabulary.
         """
         if self.target.kind is not TargetKind.EMBEDDING or self.weights.weight is None:
-            return len(self._base)
-        return min(len(self._base), max(0, len(self.weights.weight) - self._vocabulary.ranges[0][0]))
+            return len(self._base_weight)
+        return min(len(self._base_weight), max(0, len(self.weights.weight) - self._vocab_shard.ranges[0][0]))
 
     def _replaced_rows(self, rows: slice) -> torch.Tensor:
         """Return base model rows in float32, with the adapter's rows in place of the rows that it replaces."""

@@ -17,7 +17,9 @@ NUM_HASH_THREADS = 4
 MIN_THREAD_BYTES = 1 << 23  # smaller files are hashed by fewer threads
 
 
-def identify(config: AdapterConfig, path: Path, tensors: Mapping[str, TensorInfo], stamp: Stamp | None = None) -> str:
+def compute_identity(
+    config: AdapterConfig, path: Path, tensors: Mapping[str, TensorInfo], stamp: Stamp | None = None
+) -> str:
     """Return a hash of the adapter's tensors and settings. The order of the tensors in the file does not affect the
     hash.
 

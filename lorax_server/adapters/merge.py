@@ -72,8 +72,8 @@ class MergedAdapter:
         roots = [math.sqrt(abs(scale)) for scale in scales]
         signed = [math.copysign(root, scale) for root, scale in zip(roots, scales, strict=True)]
         generator = torch.Generator().manual_seed(module_seed(self._merge.seed, module))
-        lora_a = combine(lora_as, signed, self._merge, generator)
-        lora_b = combine(lora_bs, roots, self._merge, generator)
+        lora_a = merge_tensors(lora_as, signed, self._merge, generator)
+        lora_b = merge_tensors(lora_bs, roots, self._merge, generator)
         return ModuleWeights(lora_a, lora_b, 1.0, weight=replaced)
 
     def _find_common_weight(self, module: str, loaded: Sequence[ModuleWeights]) -> torch.Tensor | None:
@@ -89,7 +89,7 @@ def module_seed(seed: int, module: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {module}".encode()).digest()[:8], "little") >> 1
 
 
-def combine(
+def merge_tensors(
     tensors: Sequence[torch.Tensor], weights: Sequence[float], merge: Merge, generator: torch.Generator
 ) -> torch.Tensor:
     """Prune each tensor, and return their weighted combination. The tensors must have equal shapes."""

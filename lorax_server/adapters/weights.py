@@ -11,8 +11,8 @@ import torch
 
 from lorax_server.adapters.checkpoint import TensorRole, read_header
 from lorax_server.adapters.config import AdapterConfig
-from lorax_server.adapters.identity import identify
-from lorax_server.adapters.methods.contents import FACTORS, AdapterContents
+from lorax_server.adapters.identity import compute_identity
+from lorax_server.adapters.methods.contents import FACTOR_ROLES, AdapterContents
 from lorax_server.adapters.methods.fields import Method
 from lorax_server.adapters.methods.matrices import draw_vera_projections
 from lorax_server.adapters.target import AdapterTarget
@@ -22,7 +22,7 @@ from lorax_server.files.names import WEIGHTS_FILE
 from lorax_server.files.regular_file import FileChangedError, Stamp, convert_read_errors, read_stamp
 
 # LoRA factors, and the unchanged base weight that PEFT saves with embedding or head factors.
-MERGEABLE_ROLES = (*FACTORS, TensorRole.WEIGHT)
+MERGEABLE_ROLES = (*FACTOR_ROLES, TensorRole.WEIGHT)
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class StoredAdapter:
         self._stamp: Stamp | None = None  # None for an adapter in memory
         self._reader: TensorReader | MemoryReader
         if tensors is None:
-            with convert_read_errors(f"adapter {self.name!r}", self.path), self._detecting_removal():
+            with convert_read_errors(f"adapter {self.name!r}", self.path), self._detect_removal():
                 self._stamp = read_stamp(self.path)
             if stamp is not None and stamp != self._stamp:
                 raise SourceError(f"adapter {self.name!r}: {self.path.name} changed after it was resolved; try again")
@@ -99,9 +99,9 @@ class StoredAdapter:
     def modules(self) -> list[str]:
         return [*self._contents.keys, *self._contents.experts.by_target]
 
-    def identify(self) -> str:
-        with self._detecting_changes():
-            return identify(self.config, self.path, self.tensors)
+    def compute_identity(self) -> str:
+        with self._detect_file_changes():
+            return compute_identity(self.config, self.path, self.tensors)
 
     def find_merge_obstacle(self) -> str | None:
         """Return a description of the setting or tensor that prevents merging, or None if the adapter can be merged."""
@@ -122,14 +122,16 @@ class StoredAdapter:
     def load(self, module: str) -> ModuleWeights:
         contents, experts = self._contents, self._contents.experts
         if module in experts.by_target:
-            with self._detecting_changes():
+            with self._detect_file_changes():
                 lora_a, lora_b = experts.load(module, self._read)
-            return ModuleWeights(lora_a, lora_b, experts.by_target[module].scale, shared_a=experts.find_shared(module))
+            return ModuleWeights(
+                lora_a, lora_b, experts.by_target[module].scale, shared_a=experts.find_shared_a_target(module)
+            )
         keys = contents.keys[module]
-        with self._detecting_changes():
+        with self._detect_file_changes():
             tensors: dict[str, Any] = {role.field: self._read(role, key) for role, key in keys.items()}
             scale = self._expand_factors(module, tensors)
-            output_scale = self._find_output_scale(module, tensors.pop("ia3", None))
+            output_scale = self._compute_ia3_output_scale(module, tensors.pop("ia3", None))
         if "weight" in tensors:
             tensors["weight"] = self._targets[module].to_linear_layout(tensors["weight"])
         token_ids = contents.token_ids.get(module, ()) if TensorRole.TOKEN_ROWS in keys else ()
@@ -151,7 +153,7 @@ class StoredAdapter:
             tensors["lora_b"] = torch.block_diag(*tensors["lora_b"].chunk(b_blocks))
         return self._contents.scales[module]
 
-    def _find_output_scale(self, module: str, vector: torch.Tensor | None) -> torch.Tensor | None:
+    def _compute_ia3_output_scale(self, module: str, vector: torch.Tensor | None) -> torch.Tensor | None:
         """Return the module's (IA)³ output scale, including the input scale of the module that follows it, or None if
         there is no scale.
         """
@@ -174,20 +176,20 @@ class StoredAdapter:
         return a, b
 
     @contextmanager
-    def _detecting_changes(self) -> Iterator[None]:
+    def _detect_file_changes(self) -> Iterator[None]:
         """Raise SourceError if the file changes while the context is active, because the tensors must match the
         identity.
         """
         if self._stamp is None:
             yield
             return
-        with convert_read_errors(f"adapter {self.name!r}", self.path), self._detecting_removal():
+        with convert_read_errors(f"adapter {self.name!r}", self.path), self._detect_removal():
             yield
             if read_stamp(self.path) != self._stamp:
                 raise FileChangedError(0, "it changed while it was read")
 
     @contextmanager
-    def _detecting_removal(self) -> Iterator[None]:
+    def _detect_removal(self) -> Iterator[None]:
         try:
             yield
         except FileNotFoundError as error:  # evicted from the disk cache; the next request downloads it again
@@ -199,4 +201,4 @@ class StoredAdapter:
         tensor, is_finite = self._reader.read(key)
         if not is_finite:
             raise AdapterError(f"adapter {self.name!r}: tensor {key!r} has non-finite values")
-        return tensor if role in FACTORS else tensor.float()
+        return tensor if role in FACTOR_ROLES else tensor.float()

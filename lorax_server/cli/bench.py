@@ -33,18 +33,18 @@ COUNT_FLAGS = {
 class RequestTiming:
     """Client-side times of one request, in seconds."""
 
-    first_s: float | None = None
+    first_token_s: float | None = None
     total_s: float = 0.0
     tokens: int = 0
     prompt_tokens: int = 0
     error: str = ""
 
     @property
-    def per_token_s(self) -> float | None:
+    def seconds_per_token(self) -> float | None:
         """The mean time between two tokens, or None if fewer than two tokens arrived."""
-        if self.first_s is None or self.tokens < 2:
+        if self.first_token_s is None or self.tokens < 2:
             return None
-        return (self.total_s - self.first_s) / (self.tokens - 1)
+        return (self.total_s - self.first_token_s) / (self.tokens - 1)
 
 
 def add_bench_flags(parser: Parser) -> None:
@@ -59,7 +59,7 @@ def add_bench_flags(parser: Parser) -> None:
         "--adapter", action="append", metavar="NAME", help="adapter; repeat to alternate (default: base model)"
     )
     parser.add_argument("--adapter-source", metavar="SOURCE", help="hub, local or s3 (default: the server's)")
-    parser.add_json()
+    parser.add_json_flag()
 
 
 def bench(api: ApiClient, args: Namespace) -> int:
@@ -105,8 +105,8 @@ def _measure(api: ApiClient, body: Mapping[str, Any]) -> RequestTiming:
     try:
         for last in api.stream("/generate_stream", body):  # noqa: B007 - used after the loop
             sample.tokens += 1
-            if sample.first_s is None:
-                sample.first_s = time.perf_counter() - started
+            if sample.first_token_s is None:
+                sample.first_token_s = time.perf_counter() - started
         sample.prompt_tokens = find_details(last).get("prompt_tokens", 0)
     except LoraxError as error:
         sample.error = str(error)
@@ -127,15 +127,18 @@ def summarize(samples: Sequence[RequestTiming], wall_s: float) -> dict[str, Any]
         "tokens_per_s": tokens / wall_s,
         "generated_tokens": tokens,
         "prompt_tokens": sum(sample.prompt_tokens for sample in done),
-        "first_token_s": quantiles([sample.first_s for sample in done]),
-        "per_token_s": quantiles([sample.per_token_s for sample in done]),
+        "first_token_s": quantiles([sample.first_token_s for sample in done]),
+        "per_token_s": quantiles([sample.seconds_per_token for sample in done]),
         "total_s": quantiles([sample.total_s for sample in done]),
     }
 
 
 def quantiles(values: Sequence[float | None]) -> dict[str, float | None]:
     times = sorted(value for value in values if value is not None)
-    return {f"p{share:.0%}"[:-1]: times[math.ceil(share * len(times)) - 1] if times else None for share in QUANTILES}
+    return {
+        f"p{fraction:.0%}"[:-1]: times[math.ceil(fraction * len(times)) - 1] if times else None
+        for fraction in QUANTILES
+    }
 
 
 def format_figures(figures: Mapping[str, Any]) -> str:

@@ -21,7 +21,7 @@ from lorax_server.cli.http import (
 )
 from lorax_server.errors import ConfigError, LoraxError, NoTemplateError
 
-SAMPLING: Mapping[str, tuple[type, str]] = {
+SAMPLING_FLAGS: Mapping[str, tuple[type, str]] = {
     "temperature": (float, "sampling temperature; 0 always selects the most likely token"),
     "top_p": (float, "sample from the most likely tokens with this total probability"),
     "top_k": (int, "sample from this number of most likely tokens"),
@@ -29,19 +29,19 @@ SAMPLING: Mapping[str, tuple[type, str]] = {
     "seed": (int, "random seed, for reproducible completions"),
 }
 CHAT_HELP = "/adapter NAME selects an adapter (without NAME: the base model), /reset starts a new chat, /quit exits"
-ACTIONS = {"load": "loaded", "unload": "unloaded", "pin": "loaded and pinned", "unpin": "no longer pinned"}
+ADAPTER_ACTIONS = {"load": "loaded", "unload": "unloaded", "pin": "loaded and pinned", "unpin": "no longer pinned"}
 PIN_BY_ACTION = {"load": None, "pin": True, "unpin": False}  # None does not change the pin
 MAX_ERROR_CHARACTERS = 1000
-COLUMNS = ("id", "source", "state", "bytes", "pinned", "requests", "hash")
+TABLE_COLUMNS = ("id", "source", "state", "bytes", "pinned", "requests", "hash")
 
 
 def run(command: str, argv: list[str], environ: Mapping[str, str]) -> int:
     """Run a command and return its exit code."""
     replace_unencodable_characters()
     add_flags, run_command = {
-        "generate": (_add_generate_flags, _generate),
-        "chat": (_add_chat_flags, _chat),
-        "adapters": (_add_adapters_flags, _adapters),
+        "generate": (_add_generate_flags, _run_generate),
+        "chat": (_add_chat_flags, _run_chat),
+        "adapters": (_add_adapters_flags, _run_adapters_command),
         "bench": (add_bench_flags, bench),
     }[command]
     parser = Parser(prog=f"lorax {command}")
@@ -81,19 +81,19 @@ def _add_generate_flags(parser: Parser) -> None:
 def _add_sampling_flags(parser: Parser) -> None:
     parser.add_argument("--adapter", metavar="NAME", help="adapter to use (default: the base model)")
     parser.add_argument("--adapter-source", metavar="SOURCE", help="hub, local or s3 (default: the server's)")
-    for name, (kind, text) in SAMPLING.items():
+    for name, (kind, text) in SAMPLING_FLAGS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X" if kind is float else "N", help=text)
 
 
-def _without_none(**fields: Any) -> dict[str, Any]:
+def _drop_none(**fields: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _sampling_parameters(args: Namespace) -> dict[str, Any]:
-    return _without_none(**{name: getattr(args, name) for name in SAMPLING})
+def _collect_sampling_parameters(args: Namespace) -> dict[str, Any]:
+    return _drop_none(**{name: getattr(args, name) for name in SAMPLING_FLAGS})
 
 
-def _generate(api: ApiClient, args: Namespace) -> int:
+def _run_generate(api: ApiClient, args: Namespace) -> int:
     if args.raw and args.system:
         raise ConfigError("--system needs the chat template; leave out --raw")
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
@@ -117,22 +117,26 @@ def _generate_text(api: ApiClient, args: Namespace, prompt: str, details: dict[s
     """Yield a chat response, or a text completion if there is no chat template. Set `details` at the end."""
     if not args.raw:
         try:
-            yield from _respond(api, args, prompt, details)
+            yield from _stream_chat_reply(api, args, prompt, details)
             return
         except NoTemplateError:
             if args.system:
                 raise
-    yield from _complete(api, args, prompt, details)
+    yield from _stream_completion(api, args, prompt, details)
 
 
-def _respond(api: ApiClient, args: Namespace, prompt: str, details: dict[str, Any]) -> Generator[str]:
+def _stream_chat_reply(api: ApiClient, args: Namespace, prompt: str, details: dict[str, Any]) -> Generator[str]:
     """Yield the response to a chat message."""
     system = [{"role": "system", "content": args.system}] if args.system else []
     body = {"model": args.adapter or "", "messages": [*system, {"role": "user", "content": prompt}]}
-    body |= _without_none(
+    body |= _drop_none(
         adapter_source=args.adapter_source if args.adapter else None, max_tokens=args.max_new_tokens, stop=args.stop
     )
-    body |= _sampling_parameters(args) if _uses_sampling(args) else {**_sampling_parameters(args), "temperature": 0}
+    body |= (
+        _collect_sampling_parameters(args)
+        if _uses_sampling(args)
+        else {**_collect_sampling_parameters(args), "temperature": 0}
+    )
     if not args.no_stream:
         yield from stream_chat(api, body, details)
         return
@@ -146,16 +150,16 @@ def _respond(api: ApiClient, args: Namespace, prompt: str, details: dict[str, An
     yield text
 
 
-def _complete(api: ApiClient, args: Namespace, prompt: str, details: dict[str, Any]) -> Generator[str]:
+def _stream_completion(api: ApiClient, args: Namespace, prompt: str, details: dict[str, Any]) -> Generator[str]:
     """Yield a text completion of the prompt."""
-    parameters = _without_none(
+    parameters = _drop_none(
         adapter_id=args.adapter,
         adapter_source=args.adapter_source,
         max_new_tokens=args.max_new_tokens,
         stop=args.stop or [],
         do_sample=_uses_sampling(args),
         details=args.details,
-        **_sampling_parameters(args),
+        **_collect_sampling_parameters(args),
     )
     body, last = {"inputs": prompt, "parameters": parameters}, None
     if args.no_stream:
@@ -174,7 +178,7 @@ def _complete(api: ApiClient, args: Namespace, prompt: str, details: dict[str, A
 
 def _uses_sampling(args: Namespace) -> bool:
     """Return True if a flag enables sampling. Otherwise, decoding is greedy."""
-    sampling = _sampling_parameters(args)
+    sampling = _collect_sampling_parameters(args)
     return bool({"temperature", "top_p", "top_k"} & sampling.keys()) and sampling.get("temperature") != 0
 
 
@@ -201,7 +205,7 @@ class Conversation:
 
     def __init__(self, api: ApiClient, args: Namespace) -> None:
         self._api = api
-        self._settings = _sampling_parameters(args) | _without_none(max_tokens=args.max_tokens)
+        self._settings = _collect_sampling_parameters(args) | _drop_none(max_tokens=args.max_tokens)
         self._start = [{"role": "system", "content": args.system}] if args.system else []
         self._adapter_source = args.adapter_source
         self.adapter_id = args.adapter or ""
@@ -262,14 +266,14 @@ def stream_chat(api: ApiClient, body: Mapping[str, Any], details: dict[str, Any]
 def _read_usage(event: Mapping[str, Any], choice: Mapping[str, Any], details: dict[str, Any]) -> None:
     """Read the finish reason and token counts, in LoRAX's names, from a chat completion or stream event."""
     usage = event.get("usage") or {}
-    details |= _without_none(
+    details |= _drop_none(
         finish_reason=choice.get("finish_reason"),
         prompt_tokens=usage.get("prompt_tokens"),
         generated_tokens=usage.get("completion_tokens"),
     )
 
 
-def _chat(api: ApiClient, args: Namespace) -> int:
+def _run_chat(api: ApiClient, args: Namespace) -> int:
     conversation = Conversation(api, args)
     is_terminal = sys.stdin.isatty()
     if is_terminal:
@@ -303,26 +307,26 @@ def _read_line(conversation: Conversation, is_terminal: bool) -> str | None:
 def _add_adapters_flags(parser: Parser) -> None:
     parser.description = "List, load, unload and pin adapters on a server. Adapter errors are printed below the list."
     parser.epilog = "examples:\n  lorax adapters\n  LORAX_ADMIN_KEY=secret lorax adapters pin poet --source local"
-    parser.add_argument("action", nargs="?", default="list", choices=("list", *ACTIONS), help="(default: list)")
+    parser.add_argument("action", nargs="?", default="list", choices=("list", *ADAPTER_ACTIONS), help="(default: list)")
     parser.add_argument("name", nargs="?", metavar="NAME", help="adapter to change")
     parser.add_argument("--source", metavar="SOURCE", help="hub, local or s3 (default: the server's)")
     parser.add_argument("--json", action="store_true", help="print the server's response as JSON")
     parser.add_argument("--admin-key", metavar="KEY", help="required for all actions except list [LORAX_ADMIN_KEY]")
 
 
-def _adapters(api: ApiClient, args: Namespace) -> int:
+def _run_adapters_command(api: ApiClient, args: Namespace) -> int:
     if (args.action == "list") != (args.name is None):
         raise ConfigError(f"lorax adapters {args.action} " + ("needs a NAME" if args.name is None else "takes no NAME"))
     if args.action == "list":
         response = _list_adapters(api)
         text = _format_table(response["data"])
     else:
-        body = _without_none(adapter_id=args.name, adapter_source=args.source)
+        body = _drop_none(adapter_id=args.name, adapter_source=args.source)
         route = "load" if args.action in PIN_BY_ACTION else "unload"
         response = api.request(
             f"/v1/adapters/{route}", body | ({"pin": PIN_BY_ACTION[args.action]} if route == "load" else {})
         )
-        text = f"{args.name}: {ACTIONS[args.action]}"
+        text = f"{args.name}: {ADAPTER_ACTIONS[args.action]}"
     print(json.dumps(response, indent=2) if args.json else text)
     return 0
 
@@ -345,7 +349,7 @@ def _list_adapters(api: ApiClient) -> dict[str, Any]:
 def _format_table(listed: list[dict[str, Any]]) -> str:
     if not listed:
         return "no adapters"
-    rows = [COLUMNS, *([_format_cell(name, item.get(name)) for name in COLUMNS] for item in listed)]
+    rows = [TABLE_COLUMNS, *([_format_cell(name, item.get(name)) for name in TABLE_COLUMNS] for item in listed)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     for item in listed:

@@ -26,7 +26,7 @@ from lorax_server.pooling import GENERATE, find_task
 
 logger = logging.getLogger(__name__)
 
-PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "triton", "huggingface_hub")
+REPORTED_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "triton", "huggingface_hub")
 DEVICE_PROBE_CODE = "import torch; print('cuda' if torch.cuda.is_available() else 'cpu')"
 COMMANDS = {
     "serve": "start a server",
@@ -38,7 +38,7 @@ COMMANDS = {
     "download": "download a model and its adapters",
     "convert-adapter": "convert a GGUF adapter for use with this server",
 }
-ALIASES = {
+COMMAND_ALIASES = {
     "download-weights": "download",  # the name in LoRAX
     "pull": "download",
     "list": "adapters",
@@ -48,7 +48,7 @@ ALIASES = {
     "help": "--help",
     "version": "--version",
 }
-HINTS = {
+COMMAND_HINTS = {
     "run": "`lorax serve --model-id MODEL` starts a server, and `lorax chat` chats with it",
     "stop": "press Ctrl+C in the terminal of `lorax serve`, or send SIGTERM to its process",
     "models": "`lorax adapters` lists the adapters of a server, and GET /v1/models also lists the base model",
@@ -56,7 +56,7 @@ HINTS = {
     "train": "train adapters with PEFT, and save them to a subfolder of --adapters-dir",
     **dict.fromkeys(("ui", "web", "playground"), "start `lorax serve`, and open the address that it prints"),
 }
-HELP = """\
+HELP_TEXT = """\
 commands:
 {commands}
 
@@ -100,11 +100,11 @@ def run_program(program: str, run: Callable[[], int]) -> int:
 
 
 def _dispatch(argv: list[str]) -> int:
-    command = ALIASES.get(argv[0], argv[0]) if argv else "--help"
-    if command == "--help" and argv[1:] and ALIASES.get(argv[1], argv[1]) in COMMANDS:  # lorax help COMMAND
+    command = COMMAND_ALIASES.get(argv[0], argv[0]) if argv else "--help"
+    if command == "--help" and argv[1:] and COMMAND_ALIASES.get(argv[1], argv[1]) in COMMANDS:  # lorax help COMMAND
         return _dispatch([argv[1], "--help"])
     if command not in COMMANDS:
-        _parser().parse_args([command])
+        _make_parser().parse_args([command])
         raise ConfigError(f"unknown command {command!r}; {_suggest_command(command)}")
     if command == "serve":
         return _serve(argv[1:], "serve")
@@ -122,21 +122,21 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _suggest_command(command: str) -> str:
-    similar = get_close_matches(command, [*COMMANDS, *ALIASES], 1)
-    if command in HINTS or not similar:
-        return HINTS.get(command, f"use one of {', '.join(COMMANDS)}")
-    return f"did you mean `lorax {ALIASES.get(similar[0], similar[0])}`?"
+    similar = get_close_matches(command, [*COMMANDS, *COMMAND_ALIASES], 1)
+    if command in COMMAND_HINTS or not similar:
+        return COMMAND_HINTS.get(command, f"use one of {', '.join(COMMANDS)}")
+    return f"did you mean `lorax {COMMAND_ALIASES.get(similar[0], similar[0])}`?"
 
 
-def _parser() -> Parser:
+def _make_parser() -> Parser:
     commands = "\n".join(f"  {name:18}{text}" for name, text in COMMANDS.items())
     parser = Parser(
         prog="lorax",
         usage="lorax COMMAND ...",
         description="Serve one language model with thousands of adapters.",
-        epilog=HELP.format(commands=commands),
+        epilog=HELP_TEXT.format(commands=commands),
     )
-    parser.add_version()
+    parser.add_version_flag()
     parser.add_argument("command", nargs="?", help="one of the commands below")
     return parser
 
@@ -294,7 +294,7 @@ def detect_device() -> str:
 def describe_installation() -> str:
     """Return software versions and hardware as text, for bug reports."""
     lines = [f"lorax_server {__version__}", f"Python {platform.python_version()}", platform.platform()]
-    for package in PACKAGES:
+    for package in REPORTED_PACKAGES:
         try:
             lines.append(f"{package} {version(package)}")
         except PackageNotFoundError:

@@ -17,22 +17,22 @@ from lorax_server.cli.packaged_models import find_local_model
 from lorax_server.errors import AdapterAccessError, AdapterNotFoundError, ConfigError, SourceError, WeightsError
 from lorax_server.files.adapter_files import is_template_file
 from lorax_server.files.names import MODEL_CONFIG_FILE
-from lorax_server.gguf.container import SPLIT_NAME
-from lorax_server.gguf.model_folder import SUFFIX, find_model_folder
+from lorax_server.gguf.container import SPLIT_NAME_PATTERN
+from lorax_server.gguf.model_folder import GGUF_SUFFIX, find_model_folder
 
 logger = logging.getLogger(__name__)
 
-Check = Callable[[Path], None]  # raises an error if the model in a folder cannot be served
+CheckFolder = Callable[[Path], None]  # raises an error if the model in a folder cannot be served
 
 INCLUDED_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
 EXCLUDED_PATTERNS = ("*/*", "consolidated*.safetensors", "adapter_*", "training_args*", "trainer_state*", "optimizer*")
 PICKLED_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 NUM_THREADS = 8  # concurrent downloads, as in huggingface_hub
 # Hub names of GGUF models: owner/repo:Q4_K_M, or owner/repo/folder/file.gguf.
-GGUF_NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<type>[\w.-]+)|/(?P<file>[\w./-]+\.gguf))")
-PROJECTOR_NAME = re.compile(r"(^|/|-)mmproj")  # files for image input
+GGUF_NAME_PATTERN = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<type>[\w.-]+)|/(?P<file>[\w./-]+\.gguf))")
+PROJECTOR_NAME_PATTERN = re.compile(r"(^|/|-)mmproj")  # files for image input
 MAX_LISTED_FILES = 20
-HINTS = {
+SOURCE_HINTS = {
     "hub": "There is no local folder with this name either. Private models require HF_TOKEN; gated models also require "
     "access, which you can request on the model page",
     "s3": "Check the bucket name, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
@@ -48,7 +48,7 @@ def find_model(
     endpoint: str | None = None,
     offline: bool = False,
     *,
-    check: Check,
+    check: CheckFolder,
 ) -> Path:
     """Return the model folder, and download it if necessary. `endpoint` is the hub or S3 address.
 
@@ -77,12 +77,12 @@ def find_model(
         if gguf is None:
             return _find_on_hub(check, make, name, offline)
         downloaded = _find_on_hub(None, make, name, offline)  # the config is in the GGUF file
-        names = [path.relative_to(downloaded).as_posix() for path in downloaded.rglob(f"*{SUFFIX}")]
+        names = [path.relative_to(downloaded).as_posix() for path in downloaded.rglob(f"*{GGUF_SUFFIX}")]
         folder = find_model_folder(downloaded / select_gguf_files(model_id, gguf, names)[0])
         check(folder)
         return folder
     except (AdapterAccessError, AdapterNotFoundError) as error:
-        hint = "" if offline else f". {HINTS[source]}"
+        hint = "" if offline else f". {SOURCE_HINTS[source]}"
         raise ConfigError(f"{error}{hint}") from error
     except SourceError as error:
         if isinstance(error.__cause__, OSError):
@@ -90,15 +90,15 @@ def find_model(
         raise
 
 
-def _find_on_hub(check: Check | None, make: Callable[..., HubSource], name: str, offline: bool) -> Path:
+def _find_on_hub(check: CheckFolder | None, make_source: Callable[..., HubSource], name: str, offline: bool) -> Path:
     """Download a model and return its folder. If `offline` is set or the hub fails, return the cached version."""
     failure = None
     if not offline:
         try:
-            return _download(check, make(offline=False), name)
+            return _download(check, make_source(offline=False), name)
         except SourceError as error:
             failure = error
-    cached = make(offline=True)
+    cached = make_source(offline=True)
     try:
         files = cached.find(name, None)
     except (AdapterNotFoundError, WeightsError) as error:
@@ -113,7 +113,7 @@ def _find_on_hub(check: Check | None, make: Callable[..., HubSource], name: str,
     return folder
 
 
-def _download(check: Check | None, source: RemoteSource, name: str) -> Path:
+def _download(check: CheckFolder | None, source: RemoteSource, name: str) -> Path:
     files = source.find(name, None)
     if check is not None:
         check(source.fetch(files, [name for name in files.sizes if name == MODEL_CONFIG_FILE], None))
@@ -123,15 +123,17 @@ def _download(check: Check | None, source: RemoteSource, name: str) -> Path:
 
 def select_model_files(model_id: str, names: Collection[str]) -> list[str]:
     """Return the names of the files that are needed to load a model."""
-    chosen = [name for name in names if _matches(name, INCLUDED_PATTERNS) and not _matches(name, EXCLUDED_PATTERNS)]
+    chosen = [
+        name for name in names if _matches_any(name, INCLUDED_PATTERNS) and not _matches_any(name, EXCLUDED_PATTERNS)
+    ]
     if not any(name.endswith(".safetensors") for name in chosen):
-        if any(_matches(name, PICKLED_PATTERNS) for name in names):
+        if any(_matches_any(name, PICKLED_PATTERNS) for name in names):
             raise WeightsError(
                 f"model {model_id!r}: it has only pickled weights, which can execute code when loaded. Convert "
                 "them with https://huggingface.co/spaces/safetensors/convert, or load the model with transformers and "
                 "call save_pretrained, which writes safetensors"
             )
-        files = [name for name in names if name.endswith(SUFFIX)]
+        files = [name for name in names if name.endswith(GGUF_SUFFIX)]
         if files:
             raise WeightsError(f"model {model_id!r}: {_list_gguf_files(files)}; name one, as in {model_id}/{files[0]}")
         raise WeightsError(f"model {model_id!r}: it contains no *.safetensors files; check the name")
@@ -140,28 +142,32 @@ def select_model_files(model_id: str, names: Collection[str]) -> list[str]:
 
 def _split_gguf_name(model_id: str) -> tuple[str, str | None]:
     """Return the hub repository, and the file or quantization type for names such as `owner/repo:Q4_K_M`."""
-    match = GGUF_NAME.fullmatch(model_id)
+    match = GGUF_NAME_PATTERN.fullmatch(model_id)
     if match is not None:
         return match["repo"], match["file"] or match["type"]
-    if model_id.endswith(SUFFIX):
+    if model_id.endswith(GGUF_SUFFIX):
         raise ConfigError(f"model {model_id!r}: there is no such file; check the path, or use owner/repo/file.gguf")
     return model_id, None
 
 
-def select_gguf_files(model_id: str, wanted: str, names: Collection[str]) -> list[str]:
+def select_gguf_files(model_id: str, quantization_type: str, names: Collection[str]) -> list[str]:
     """Return the files of one GGUF model: one file, or all parts of a split file.
 
-    `wanted` is a file name or a quantization type.
+    `quantization_type` is a file name or a quantization type.
     """
-    files = sorted(name for name in names if name.endswith(SUFFIX) and not PROJECTOR_NAME.search(name))
-    if not wanted.endswith(SUFFIX):
-        pattern = re.compile(rf"(?:.*[-._/])?{re.escape(wanted)}(-\d{{5}}-of-\d{{5}})?\.gguf", re.IGNORECASE)
+    files = sorted(name for name in names if name.endswith(GGUF_SUFFIX) and not PROJECTOR_NAME_PATTERN.search(name))
+    if not quantization_type.endswith(GGUF_SUFFIX):
+        pattern = re.compile(rf"(?:.*[-._/])?{re.escape(quantization_type)}(-\d{{5}}-of-\d{{5}})?\.gguf", re.IGNORECASE)
         chosen = [name for name in files if pattern.fullmatch(name)]
     else:
-        chosen = [name for name in files if name == wanted or _split_stem(name) == _split_stem(wanted) is not None]
+        chosen = [
+            name
+            for name in files
+            if name == quantization_type or _split_stem(name) == _split_stem(quantization_type) is not None
+        ]
     stems = {_split_stem(name) or name for name in chosen}
     if len(stems) != 1:
-        problem = f"several files match {wanted!r}" if stems else f"no file matches {wanted!r}"
+        problem = f"several files match {quantization_type!r}" if stems else f"no file matches {quantization_type!r}"
         raise ConfigError(f"model {model_id!r}: {problem}; {_list_gguf_files(chosen or files)}")
     return chosen
 
@@ -169,7 +175,7 @@ def select_gguf_files(model_id: str, wanted: str, names: Collection[str]) -> lis
 def _split_stem(name: str) -> str | None:
     """Return the name that the parts of a split file share, or None for other files."""
     folder, _, file = name.rpartition("/")
-    match = SPLIT_NAME.fullmatch(file)
+    match = SPLIT_NAME_PATTERN.fullmatch(file)
     return None if match is None else f"{folder}/{match[1]}-of-{match[3]}"
 
 
@@ -180,5 +186,5 @@ def _list_gguf_files(names: Sequence[str]) -> str:
     return f"it contains {', '.join(names[:MAX_LISTED_FILES])}{more}"
 
 
-def _matches(name: str, patterns: Sequence[str]) -> bool:
+def _matches_any(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)

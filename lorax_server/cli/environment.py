@@ -42,5 +42,5 @@ def _read_requirements() -> list[str]:
         return []
 
 
-def _format_versions(needed: Requirement) -> str:
-    return f"lorax_server needs {needed.specifier}" if needed.specifier else "lorax_server needs it"
+def _format_versions(requirement: Requirement) -> str:
+    return f"lorax_server needs {requirement.specifier}" if requirement.specifier else "lorax_server needs it"

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, get_args
 
 from lorax_server import __version__, config
-from lorax_server.cli.lorax_flags import FLAG_NAMES, IGNORED_FLAGS, VARIABLES, WATERMARK
-from lorax_server.config import SOURCES
+from lorax_server.cli.lorax_flags import FLAG_NAMES, IGNORED_FLAGS, VARIABLE_BY_SETTING, WATERMARK_REASON
+from lorax_server.config import ADAPTER_SOURCES
 from lorax_server.errors import ConfigError
 
 PROGRAMS = {"serve": "lorax serve", "launcher": "lorax-launcher"}
@@ -26,7 +26,7 @@ LAUNCHER_DEFAULTS: Mapping[str, Any] = {
     "allowed_host": ("*",),
 }
 # Help texts for defaults that are computed at startup.
-SHOWN_DEFAULTS = {
+DEFAULT_DESCRIPTIONS = {
     "model_id": "a small bundled model",
     "default_adapter_source": "--adapter-source",
     "num_shard": "the number of devices in CUDA_VISIBLE_DEVICES",
@@ -34,9 +34,9 @@ SHOWN_DEFAULTS = {
     "hub": "true",
     "huggingface_hub_cache": "~/.cache/lorax",
 }
-SHORT_NAMES = {"--port": ("-p",), "--env": ("-e",)}
-LEVELS = {"warn": "warning", "trace": "debug"}  # log levels by their LoRAX name
-UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+SHORT_FLAGS = {"--port": ("-p",), "--env": ("-e",)}
+LOG_LEVEL_ALIASES = {"warn": "warning", "trace": "debug"}  # log levels by their LoRAX name
+SIZE_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 EXAMPLES = """\
 examples:
   {program} --model-id Qwen/Qwen2.5-0.5B-Instruct                      a model from the hub
@@ -58,7 +58,7 @@ class Flag:
     settings: type | None = None
     field: str = ""  # name in `settings`; flags without a field are handled separately
     default: str = ""  # shown in the help text
-    repeats: bool = False
+    is_repeatable: bool = False
     choices: tuple[str, ...] = ()
     is_secret: bool = False
     has_env_prefix: bool = False  # the environment variable starts with LORAX_; LoRAX flags have no prefix
@@ -77,7 +77,9 @@ class Flag:
             return ()
         prefix = "LORAX_" * self.has_env_prefix
         own, *aliases = (prefix + _make_key(name).upper() for name in (self.name, *self.aliases))
-        return (own, VARIABLES[self.field], *aliases) if self.field in VARIABLES else (own, *aliases)
+        return (
+            (own, VARIABLE_BY_SETTING[self.field], *aliases) if self.field in VARIABLE_BY_SETTING else (own, *aliases)
+        )
 
     def convert(self, text: str, origin: str) -> Any:
         """Convert and check a flag value. `origin` names the flag or environment variable in error messages."""
@@ -89,7 +91,7 @@ class Flag:
             raise ConfigError(f"{origin}: {shown} is not {kind.expected}") from None
         if not self.choices:
             return value
-        value = LEVELS.get(text.lower(), text.lower())
+        value = LOG_LEVEL_ALIASES.get(text.lower(), text.lower())
         if value == "pbase":
             raise ConfigError(f"{origin}: Predibase's registry is not supported; use {', '.join(self.choices)}")
         if value not in self.choices:
@@ -110,26 +112,26 @@ class ValueKind(NamedTuple):
     metavar: str
 
 
-def _to_number(text: str) -> float:
+def _parse_number(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
         raise ValueError
     return number
 
 
-def to_size(text: str) -> int:
+def parse_size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([kmgt]?)(?:i?b)?", text.strip().lower(), re.ASCII)
     if match is None:
         raise ValueError
-    number, unit = match[1], UNITS[match[2]]
+    number, unit = match[1], SIZE_UNITS[match[2]]
     return int(float(number) * unit) if "." in number else int(number) * unit
 
 
 VALUE_KINDS: Mapping[str, ValueKind] = {
     "text": ValueKind(str, "text", "TEXT"),
     "integer": ValueKind(int, "a whole number", "N"),
-    "number": ValueKind(_to_number, "a number", "X"),
-    "size": ValueKind(to_size, "a size such as 4096, 512M or 4G", "SIZE"),
+    "number": ValueKind(_parse_number, "a number", "X"),
+    "size": ValueKind(parse_size, "a size such as 4096, 512M or 4G", "SIZE"),
     "switch": ValueKind(lambda text: RawConfigParser.BOOLEAN_STATES[text.lower()], "true or false", "true|false"),
     "path": ValueKind(lambda text: Path(text).expanduser(), "a path", "PATH"),
 }
@@ -168,8 +170,8 @@ def _format_default(name: str, value: Any) -> str:
     if isinstance(value, tuple):
         return ", ".join(value)
     if name.endswith("_bytes") and value:
-        unit = max((unit for unit in UNITS if value % UNITS[unit] == 0), key=UNITS.__getitem__)
-        return f"{value // UNITS[unit]}{unit.upper()}"
+        unit = max((unit for unit in SIZE_UNITS if value % SIZE_UNITS[unit] == 0), key=SIZE_UNITS.__getitem__)
+        return f"{value // SIZE_UNITS[unit]}{unit.upper()}"
     if isinstance(value, bool):
         return "true" if value else ""
     return "" if value is None else str(value)
@@ -181,8 +183,13 @@ FLAG_GROUPS: Mapping[str, tuple[Flag, ...]] = {
         Flag("--source", "source of the model", choices=("hub", "s3"), default="hub"),
         Flag("--weights-cache-override", "use the model in this folder instead of downloading it", "path"),
         *make_flags(config.ServerConfig),
-        Flag("--adapter-source", "source of --adapter-id", choices=SOURCES, default="hub"),
-        Flag("--preloaded-adapter-source", "source of preloaded adapters", choices=SOURCES, default="--adapter-source"),
+        Flag("--adapter-source", "source of --adapter-id", choices=ADAPTER_SOURCES, default="hub"),
+        Flag(
+            "--preloaded-adapter-source",
+            "source of preloaded adapters",
+            choices=ADAPTER_SOURCES,
+            default="--adapter-source",
+        ),
         Flag(
             "--trust-remote-code",
             "not supported: checkpoint code is never executed",
@@ -215,8 +222,8 @@ FLAG_GROUPS: Mapping[str, tuple[Flag, ...]] = {
         Flag("--download-only", "download the model and exit", "switch"),
     ),
     "LoRAX compatibility": (
-        Flag("--watermark-gamma", f"fixed: {WATERMARK}", "number"),
-        Flag("--watermark-delta", f"fixed: {WATERMARK}", "number"),
+        Flag("--watermark-gamma", f"fixed: {WATERMARK_REASON}", "number"),
+        Flag("--watermark-delta", f"fixed: {WATERMARK_REASON}", "number"),
         *(Flag(name, ignored_reason=reason) for reason, names in IGNORED_FLAGS.items() for name in names),
     ),
 }
@@ -234,10 +241,10 @@ class Parser(argparse.ArgumentParser):
         formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=36)
         super().__init__(allow_abbrev=False, formatter_class=formatter, **settings)
 
-    def add_version(self) -> None:
+    def add_version_flag(self) -> None:
         self.add_argument("-V", "--version", action="version", version=f"lorax_server {__version__}")
 
-    def add_json(self) -> None:
+    def add_json_flag(self) -> None:
         self.add_argument("--json", metavar="FILE", help="also write the figures as JSON to a file; - prints only JSON")
 
     def error(self, message: str) -> NoReturn:
@@ -279,7 +286,7 @@ def build_parser(command: str) -> Parser:
         description="Serve a base model with its adapters over HTTP.",
         epilog=f"{_list_ignored_flags()}\n{EXAMPLES.format(program=program)}",
     )
-    parser.add_version()
+    parser.add_version_flag()
     for title, flags in FLAG_GROUPS.items():
         group = parser.add_argument_group(title)
         for flag in flags:
@@ -289,12 +296,12 @@ def build_parser(command: str) -> Parser:
 
 def _add_flag(group: Any, flag: Flag, command: str) -> None:
     own = LAUNCHER_DEFAULTS.get(flag.key) if command == "launcher" else None
-    default = _format_default("", own) or SHOWN_DEFAULTS.get(flag.key) or flag.default
+    default = _format_default("", own) or DEFAULT_DESCRIPTIONS.get(flag.key) or flag.default
     notes = [f" (default: {default})"] * bool(default) + [f" [{name}]" for name in flag.variables[:1]]
     text = argparse.SUPPRESS if flag.ignored_reason else (flag.help + "".join(notes)).replace("%", "%%")
     optional = {"nargs": "?", "const": "true"} if flag.kind == "switch" or flag.ignored_reason else {}
     metavar = "|".join(flag.choices) or VALUE_KINDS[flag.kind].metavar
-    names = (*SHORT_NAMES.get(flag.name, ()), flag.name)
+    names = (*SHORT_FLAGS.get(flag.name, ()), flag.name)
     group.add_argument(*names, dest=flag.key, action="append", metavar=metavar, help=text, **optional)
     if flag.aliases:
         group.add_argument(*flag.aliases, dest=flag.key, action="append", help=argparse.SUPPRESS, **optional)

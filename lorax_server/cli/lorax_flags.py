@@ -34,7 +34,7 @@ FLAG_NAMES = {
     "otlp_endpoint": "--otlp-endpoint",
 }
 # Additional environment variables by settings field. The variable named after the flag takes precedence.
-VARIABLES = {
+VARIABLE_BY_SETTING = {
     "hub_endpoint": "HF_ENDPOINT",
     "hub_offline": "HF_HUB_OFFLINE",
     "s3_bucket": "PREDIBASE_MODEL_BUCKET",
@@ -43,8 +43,8 @@ VARIABLES = {
 }
 TOKEN_VARIABLES = ("HUGGING_FACE_HUB_TOKEN", "HF_TOKEN", "HF_API_TOKEN")
 
-PREDIBASE = "Predibase's registry is not supported; use the sources hub, s3 or local"
-WATERMARK = "watermarks have gamma 0.5 and delta 2.0"
+PREDIBASE_REASON = "Predibase's registry is not supported; use the sources hub, s3 or local"
+WATERMARK_REASON = "watermarks have gamma 0.5 and delta 2.0"
 
 # Ignored flags by reason. They are accepted, and the reason is logged.
 IGNORED_FLAGS = {
@@ -64,12 +64,12 @@ IGNORED_FLAGS = {
     "use --cuda-memory-fraction or --cache-bytes": ("--memory-wiggle-room",),
     "ranks run on one machine and connect automatically": ("--shard-uds-path", "--master-addr", "--master-port"),
     "ngrok is not built in; run it as a separate process": ("--ngrok", "--ngrok-authtoken", "--ngrok-edge"),
-    PREDIBASE: ("--predibase-api-token",),
+    PREDIBASE_REASON: ("--predibase-api-token",),
 }  # fmt: skip
 # LoRAX environment variables without a flag.
 IGNORED_VARIABLES = {
     "REQUEST_LOGGER_URL": "requests are not sent to a logging service; see --log-prompts and --otlp-endpoint",
-    "PREDIBASE_GATEWAY_ENDPOINT": PREDIBASE,
+    "PREDIBASE_GATEWAY_ENDPOINT": PREDIBASE_REASON,
 }
 REJECTED_VARIABLES = dict.fromkeys(
     ("ROPE_SCALING", "ROPE_FACTOR"), "set rope scaling in the model's config.json instead"

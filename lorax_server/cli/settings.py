@@ -13,7 +13,7 @@ from typing import Any
 
 from lorax_server.cli import demo
 from lorax_server.cli.flags import FLAGS, LAUNCHER_DEFAULTS, Flag, build_parser
-from lorax_server.cli.lorax_flags import IGNORED_VARIABLES, REJECTED_VARIABLES, TOKEN_VARIABLES, WATERMARK
+from lorax_server.cli.lorax_flags import IGNORED_VARIABLES, REJECTED_VARIABLES, TOKEN_VARIABLES, WATERMARK_REASON
 from lorax_server.config import CorsConfig, EngineConfig, ModelConfig, ServerConfig, SourceConfig
 from lorax_server.errors import ConfigError
 
@@ -74,7 +74,7 @@ class ParsedSettings:
     def _make_config(self, folder: Path | None, best_device: str) -> ServerConfig:
         device = self.values.get("device", "auto")
         chosen = {"path": folder or Path(), "device": best_device if device == "auto" else device}
-        model = ModelConfig(**self._fields_of(ModelConfig) | chosen)
+        model = ModelConfig(**self._collect_fields(ModelConfig) | chosen)
         ranks = self.num_shard or (max(1, self.num_visible) if model.device == "cuda" else 1)
         source = self.values.get("adapter_source", "hub")
         static = [_resolve_local_adapter(source, name) for name in (self.values.get("adapter_id"),) if name]
@@ -87,16 +87,16 @@ class ParsedSettings:
         for source, _ in adapters:
             _check_source(source, sources)
         computed_engine = {"tensor_parallel": ranks, "sources": sources, "preload": adapters}
-        engine = EngineConfig(model, **self._fields_of(EngineConfig) | computed_engine)
+        engine = EngineConfig(model, **self._collect_fields(EngineConfig) | computed_engine)
         computed = {
             "model_revision": self.revision,
             "static_adapter": static[0] if static else None,
             "default_source": self._choose_default_source(sources),
             "cors": self._make_cors_config(),
         }
-        return ServerConfig(engine, self.model_id, **self._fields_of(*ServerConfig.__mro__) | computed)
+        return ServerConfig(engine, self.model_id, **self._collect_fields(*ServerConfig.__mro__) | computed)
 
-    def _fields_of(self, *settings: type) -> dict[str, Any]:
+    def _collect_fields(self, *settings: type) -> dict[str, Any]:
         """Return the values that the operator set, for the fields of these settings classes."""
         flags = [flag for flag in FLAGS if flag.settings in settings and flag.key in self.values]
         return {flag.field: self.values[flag.key] for flag in flags}
@@ -112,7 +112,7 @@ class ParsedSettings:
             "cache": self.cache,
             "hub_token": self.adapter_token,
         }
-        return SourceConfig(**{"hub": True} | self._fields_of(SourceConfig) | computed)
+        return SourceConfig(**{"hub": True} | self._collect_fields(SourceConfig) | computed)
 
     def _choose_default_source(self, sources: SourceConfig) -> str:
         default: str | None = self.values.get("default_adapter_source", self.values.get("adapter_source"))
@@ -122,7 +122,7 @@ class ParsedSettings:
         return next((source for source, reason in _explain_missing_sources(sources).items() if not reason), "hub")
 
     def _make_cors_config(self) -> CorsConfig:
-        cors = CorsConfig(**self._fields_of(CorsConfig))
+        cors = CorsConfig(**self._collect_fields(CorsConfig))
         if cors.allow_credentials and (not cors.allow_origins or "*" in cors.allow_origins):
             raise ConfigError("--cors-allow-credentials requires --cors-allow-origin with specific origins")
         return cors
@@ -160,7 +160,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], command: str) -> Pars
     values, origins = _read_values(argv, environ, command)
     warnings = tuple(_check_values(values, origins, environ))
     if command == "serve" and "model_id" not in values:
-        values = demo.add_settings(values)
+        values = demo.add_demo_settings(values)
     if command == "launcher":
         values = {**LAUNCHER_DEFAULTS, **values}
     if endpoint := _read_s3_endpoint(environ):
@@ -191,7 +191,7 @@ def _read_values(
             texts, origin = _read_variable(flag, environ)
         converted = [flag.convert(text, origin) for text in texts if text != ""]
         if converted:
-            values[flag.key] = tuple(converted) if flag.repeats else converted[-1]
+            values[flag.key] = tuple(converted) if flag.is_repeatable else converted[-1]
             origins[flag.key] = origin
     return values, origins
 
@@ -202,7 +202,7 @@ def _read_variable(flag: Flag, environ: Mapping[str, str]) -> tuple[list[str], s
     # Containers set HOSTNAME to the container name, which is not an address to listen on.
     if name is None or (name == "HOSTNAME" and not _is_address(text)):
         return [], ""
-    texts = text.split(",") if flag.repeats and not flag.is_secret else [text]
+    texts = text.split(",") if flag.is_repeatable and not flag.is_secret else [text]
     return [text.strip() for text in texts], f"the environment variable {name}"
 
 
@@ -223,7 +223,7 @@ def _check_values(values: Mapping[str, Any], origins: Mapping[str, str], environ
         if flag.rejection_reason and value:
             raise ConfigError(f"{origin}: {flag.rejection_reason}")
         if value != WATERMARK_VALUES.get(flag.key, value):
-            raise ConfigError(f"{origin} = {value} cannot be changed: {WATERMARK}")
+            raise ConfigError(f"{origin} = {value} cannot be changed: {WATERMARK_REASON}")
         if flag.ignored_reason:
             yield f"{origin} has no effect: {flag.ignored_reason}"
     if values.get("sharded") is False and values.get("num_shard", 1) > 1:

@@ -142,7 +142,7 @@ class Engine:
         """Drop a request, which then produces no more outputs."""
         self._scheduler.abort(request_id)
         if self._structured_output is not None:
-            self._structured_output.end(request_id)
+            self._structured_output.finish(request_id)
 
     def load(self, identity: str, pin: bool | None = None) -> "Future[None]":
         """Load a resolved adapter to the device, and return a future that completes when the adapter is loaded.
@@ -320,7 +320,7 @@ class Engine:
         if self._structured_output is not None:
             for output in outputs:
                 if output.finish_reason is not None or output.failure is not None:
-                    self._structured_output.end(output.request_id)
+                    self._structured_output.finish(output.request_id)
 
     def _mask(self) -> LoraxError | None:
         """Sample the last step with its token masks. Return an error if the device runs out of memory.

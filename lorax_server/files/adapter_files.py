@@ -16,17 +16,17 @@ from lorax_server.files.names import (
 
 REQUIRED_FILES = (CONFIG_FILE, WEIGHTS_FILE)
 PICKLE_FILES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
-OTHER_VOCABULARIES = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model", "tekken.json")
+OTHER_VOCABULARY_FILES = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model", "tekken.json")
 TOKENIZER_FILES = (
     VOCABULARY_FILE,
     TOKENIZER_CONFIG_FILE,
     SPECIAL_TOKENS_FILE,
     ADDED_TOKENS_FILE,
-    *OTHER_VOCABULARIES,
+    *OTHER_VOCABULARY_FILES,
     TEMPLATE_FILE,
 )
 # Sources ignore all other files, except chat templates.
-KNOWN_FILES = (*REQUIRED_FILES, *PICKLE_FILES, *TOKENIZER_FILES, MODEL_CONFIG_FILE)
+READABLE_FILES = (*REQUIRED_FILES, *PICKLE_FILES, *TOKENIZER_FILES, MODEL_CONFIG_FILE)
 
 TEMPLATES_FOLDER = "additional_chat_templates"
 TEMPLATE_PATTERN = re.compile(rf"{TEMPLATES_FOLDER}/[A-Za-z0-9_][A-Za-z0-9_.-]{{0,99}}\.jinja")  # restricted file names
@@ -39,7 +39,7 @@ MAX_TOKENIZER_BYTES = 2**26
 
 def is_known_file(file: str) -> bool:
     """Return True if a path, relative to the adapter folder, is a file that the server may use."""
-    return file in KNOWN_FILES or is_template_file(file)
+    return file in READABLE_FILES or is_template_file(file)
 
 
 def is_template_file(file: str) -> bool:
@@ -49,7 +49,7 @@ def is_template_file(file: str) -> bool:
 
 def select_known_files(files: Collection[str]) -> list[str]:
     """Return the entries of `files` that the server may use, in a fixed order."""
-    return [*(file for file in KNOWN_FILES if file in files), *sorted(filter(is_template_file, files))]
+    return [*(file for file in READABLE_FILES if file in files), *sorted(filter(is_template_file, files))]
 
 
 def select_tokenizer_files(files: Collection[str]) -> list[str]:

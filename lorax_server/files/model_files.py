@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 from lorax_server.errors import ConfigError, WeightsError
-from lorax_server.files.adapter_files import OTHER_VOCABULARIES
-from lorax_server.files.names import GGUF_FILES_FILE, VOCABULARY_FILE
+from lorax_server.files.adapter_files import OTHER_VOCABULARY_FILES
+from lorax_server.files.names import GGUF_FILE_LIST, VOCABULARY_FILE
 
 # In the order that transformers uses, because saving a single file over a sharded checkpoint keeps the old index.
 CHECKPOINT_FILES = (
@@ -16,11 +16,11 @@ CHECKPOINT_FILES = (
 )
 MAX_HEADER_BYTES = 100_000_000  # same limit as safetensors
 VOCABULARY_SUFFIXES = (".model", ".tiktoken")  # of other file names that tokenizer classes use
-LFS_POINTER = b"version https://git-lfs"  # content of a file that `git clone` without Git LFS leaves
+LFS_POINTER_PREFIX = b"version https://git-lfs"  # content of a file that `git clone` without Git LFS leaves
 
 
 def find_checkpoint(folder: Path) -> Path:
-    for file in (GGUF_FILES_FILE, *CHECKPOINT_FILES):
+    for file in (GGUF_FILE_LIST, *CHECKPOINT_FILES):
         if (folder / file).is_file():
             return folder / file
     raise WeightsError(f"{folder}: no weights; looked for {', '.join(CHECKPOINT_FILES)}")
@@ -48,7 +48,7 @@ def check_model_files(folder: Path) -> None:
     for path in sorted(set(read_index(checkpoint).values())) if is_index else [checkpoint]:
         if path.suffix == ".safetensors" and (problem := find_truncation(path)):
             raise WeightsError(f"{path}: {problem}")
-    names = (VOCABULARY_FILE, *OTHER_VOCABULARIES)
+    names = (VOCABULARY_FILE, *OTHER_VOCABULARY_FILES)
     if not any(path.name in names or path.suffix in VOCABULARY_SUFFIXES for path in folder.iterdir()):
         raise ConfigError(
             f"{folder}: no tokenizer; looked for {', '.join(names)}; copy the base model's tokenizer files"
@@ -63,7 +63,7 @@ def find_truncation(path: Path) -> str | None:
     try:
         with path.open("rb") as file:
             size = path.stat().st_size
-            start = file.read(len(LFS_POINTER))
+            start = file.read(len(LFS_POINTER_PREFIX))
             if problem := find_header_truncation(start, size, MAX_HEADER_BYTES):
                 return problem
             length = int.from_bytes(start[:8], "little")
@@ -82,7 +82,7 @@ def find_header_truncation(start: bytes, size: int, max_header_bytes: int) -> st
     `start` contains the first bytes of the file.
     """
     length = int.from_bytes(start[:8], "little")
-    if start.startswith(LFS_POINTER):
+    if start.startswith(LFS_POINTER_PREFIX):
         return "the file is a Git LFS pointer without the weights; run `git lfs pull` in its folder"
     if size < 8:
         return f"the file has {size} bytes, so its header is incomplete; was the copy interrupted?"

@@ -9,4 +9,4 @@ VOCABULARY_FILE = "tokenizer.json"
 TEMPLATE_FILE = "chat_template.jinja"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 ADDED_TOKENS_FILE = "added_tokens.json"
-GGUF_FILES_FILE = "gguf.json"  # list of the GGUF files with the weights, in a model folder made from GGUF files
+GGUF_FILE_LIST = "gguf.json"  # list of the GGUF files with the weights, in a model folder made from GGUF files

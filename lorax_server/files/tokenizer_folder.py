@@ -50,23 +50,23 @@ class TokenizerFolder:
     def has(self, name: str) -> bool:
         return (self.path / name).exists() if self._stamps is None else name in self._stamps
 
-    def check(self, name: str, limit: int | None = None) -> int:
+    def check_size(self, name: str, max_bytes: int | None = None) -> int:
         """Return the file's size limit. Raise ConfigError if the path is not a file or the file is too large."""
         path, stamp = self.path / name, self._stamp(name)
-        limit = limit or max_file_bytes(path.name) or MAX_TOKENIZER_BYTES
+        max_bytes = max_bytes or max_file_bytes(path.name) or MAX_TOKENIZER_BYTES
         if stamp is None and not path.is_file():
             raise ConfigError(f"{path}: is not a file")
         size = path.stat().st_size if stamp is None else stamped_size(stamp)
-        if size > limit:
-            raise ConfigError(f"{path}: has {size} bytes, at most {limit} are allowed")
-        return limit
+        if size > max_bytes:
+            raise ConfigError(f"{path}: has {size} bytes, at most {max_bytes} are allowed")
+        return max_bytes
 
-    def read(self, name: str, limit: int | None = None) -> bytes:
+    def read(self, name: str, max_bytes: int | None = None) -> bytes:
         path, stamp = self.path / name, self._stamp(name)
         try:
-            limit = self.check(name, limit)
+            max_bytes = self.check_size(name, max_bytes)
             with open_regular_file(path, stamp) as file:
-                return file.read(limit)
+                return file.read(max_bytes)
         except OSError as error:
             is_changed = isinstance(error, FileChangedError) or read_stamp_or_none(path) != stamp
             if stamp is None or not is_changed:

@@ -14,7 +14,7 @@ import numpy as np
 from lorax_server.errors import UnsupportedModelError
 from lorax_server.gguf.container import GGUFFile, TensorEntry
 
-TENSOR_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
+TENSOR_NAME_PATTERN = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # part of the config
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 ROPE_TOLERANCE = 1e-4
@@ -109,7 +109,7 @@ def find_architecture(file: GGUFFile) -> GGUFArchitecture:
             f"{file.path}: GGUF architecture {name!r} is not supported; use one of {', '.join(sorted(ARCHITECTURES))}"
         )
     if name == "llama" and "mistral" in (file.get("general.name", str) or "").lower():
-        return MISTRAL
+        return MISTRAL_ARCHITECTURE
     return ARCHITECTURES[name]
 
 
@@ -165,7 +165,7 @@ def map_tensors(file: GGUFFile, config: Mapping[str, Any]) -> dict[str, TensorSo
 def map_tensor(
     file: GGUFFile, arch: GGUFArchitecture, config: Mapping[str, Any], name: str, entry: TensorEntry
 ) -> Iterator[tuple[str, TensorSource]]:
-    match, rows = TENSOR_NAME.fullmatch(name), entry.shape[0]
+    match, rows = TENSOR_NAME_PATTERN.fullmatch(name), entry.shape[0]
     layer, module, kind = match.groups() if match else (None, "", "")
     names = arch.model_names if layer is None else arch.names
     is_fused = layer is not None and module == "attn_qkv" and "attn_q" in names
@@ -431,7 +431,7 @@ def _make_architectures() -> dict[str, GGUFArchitecture]:
 
 ARCHITECTURES = _make_architectures()
 # llama.cpp treats Mistral as Llama. Adapters name the architecture that they were trained on.
-MISTRAL = GGUFArchitecture(
+MISTRAL_ARCHITECTURE = GGUFArchitecture(
     "mistral",
     "MistralForCausalLM",
     LLAMA_NAMES,

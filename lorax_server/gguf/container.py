@@ -17,7 +17,7 @@ import numpy as np
 from lorax_server.errors import WeightsError
 
 MAGIC = int.from_bytes(b"GGUF", "little")
-READ_BYTES = 2**20
+READ_CHUNK_BYTES = 2**20
 MAX_HEADER_BYTES = 2**27  # metadata with a vocabulary of 256k tokens has 2**24 bytes
 MAX_ARRAY_LENGTH = 2**21
 MAX_ENTRIES = 2**16  # metadata fields, and tensors
@@ -26,14 +26,14 @@ MAX_NAME_BYTES = 1024
 MAX_ALIGNMENT = 2**20
 MAX_FILES = 1000  # parts of a model that is split into several files
 DEFAULT_ALIGNMENT = 32
-VERSIONS = (2, 3)
+SUPPORTED_VERSIONS = (2, 3)
 ALIGNMENT_KEY = "general.alignment"
 SPLIT_COUNT_KEY = "split.count"
-SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+SPLIT_NAME_PATTERN = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 _UINT32, _UINT64 = struct.Struct("<I"), struct.Struct("<Q")
-_STRING, _ARRAY = 8, 9
-_SCALARS = {
+_STRING_TYPE, _ARRAY_TYPE = 8, 9
+_SCALAR_DTYPES = {
     0: "<u1",
     1: "<i1",
     2: "<u2",
@@ -152,7 +152,7 @@ def read_gguf(path: Path) -> GGUFFile:
 
 def find_parts(path: Path) -> list[Path]:
     """Return all files of a split model, given one of them. For other files, return the file itself."""
-    match = SPLIT_NAME.fullmatch(path.name)
+    match = SPLIT_NAME_PATTERN.fullmatch(path.name)
     if match is None:
         return [path]
     stem, count = match[1], int(match[3])
@@ -184,21 +184,21 @@ class _Parser:
         self._position = 0
 
     def parse(self) -> GGUFFile:
-        if self._size < 4 or self._number(_UINT32) != MAGIC:
+        if self._size < 4 or self._read_number(_UINT32) != MAGIC:
             raise self._error("not a GGUF file")
-        version = self._number(_UINT32)
-        if version not in VERSIONS:
+        version = self._read_number(_UINT32)
+        if version not in SUPPORTED_VERSIONS:
             is_big_endian = version & 0xFFFF == 0
             raise self._error(
                 f"has GGUF version {version}{' (big-endian)' * is_big_endian}; only versions 2 and 3 are supported"
             )
-        num_tensors, num_fields = self._number(_UINT64), self._number(_UINT64)
+        num_tensors, num_fields = self._read_number(_UINT64), self._read_number(_UINT64)
         if max(num_tensors, num_fields) > MAX_ENTRIES:
             raise self._error(
                 f"has {num_tensors} tensors and {num_fields} metadata fields; at most {MAX_ENTRIES} are allowed"
             )
-        metadata = self._table("metadata field", num_fields, lambda: self._value(self._number(_UINT32)))
-        entries = self._table("tensor", num_tensors, self._tensor)
+        metadata = self._read_table("metadata field", num_fields, lambda: self._read_value(self._read_number(_UINT32)))
+        entries = self._read_table("tensor", num_tensors, self._read_tensor)
         alignment = metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT)
         if type(alignment) is not int or not 8 <= alignment <= MAX_ALIGNMENT or alignment % 8:
             raise self._error(f"{ALIGNMENT_KEY} = {str(alignment)[:40]} is not a multiple of 8 up to {MAX_ALIGNMENT}")
@@ -207,10 +207,10 @@ class _Parser:
         self._check_layout(tensors, start, alignment)
         return GGUFFile(self._path, metadata, tensors)
 
-    def _table(self, label: str, count: int, read: Callable[[], T]) -> dict[str, T]:
+    def _read_table(self, label: str, count: int, read: Callable[[], T]) -> dict[str, T]:
         table: dict[str, T] = {}
         for _ in range(count):
-            name = self._string(MAX_NAME_BYTES)
+            name = self._read_string(MAX_NAME_BYTES)
             if not name.isprintable():
                 raise self._error(f"{label} {name[:40]!r} has an invalid name")
             if name in table:
@@ -218,13 +218,13 @@ class _Parser:
             table[name] = read()
         return table
 
-    def _tensor(self) -> TensorEntry:
+    def _read_tensor(self) -> TensorEntry:
         """Read a tensor entry. Its offset is relative to the tensor data."""
-        count = self._number(_UINT32)
+        count = self._read_number(_UINT32)
         if not 1 <= count <= MAX_DIMENSIONS:
             raise self._error(f"a tensor has {count} dimensions; 1 to {MAX_DIMENSIONS} are allowed")
-        shape = tuple(self._number(_UINT64) for _ in range(count))[::-1]
-        number, start = self._number(_UINT32), self._number(_UINT64)
+        shape = tuple(self._read_number(_UINT64) for _ in range(count))[::-1]
+        number, start = self._read_number(_UINT32), self._read_number(_UINT64)
         if number not in TENSOR_TYPES:
             names = ", ".join(each.name for each in TENSOR_TYPES.values())
             raise self._error(f"a tensor has type {number}, which is not supported; supported types are {names}")
@@ -249,31 +249,31 @@ class _Parser:
                     f"tensor {name!r} ends at byte {end}, but the file has only {self._size} bytes; it may be truncated"
                 )
 
-    def _value(self, kind: int) -> Any:
-        if kind == _STRING:
-            return self._string()
-        if kind == _ARRAY:
-            return self._array()
-        return self._array_of_scalars(kind, 1).item()
+    def _read_value(self, kind: int) -> Any:
+        if kind == _STRING_TYPE:
+            return self._read_string()
+        if kind == _ARRAY_TYPE:
+            return self._read_array()
+        return self._read_scalars(kind, 1).item()
 
-    def _array(self) -> Any:
+    def _read_array(self) -> Any:
         """Read an array: a list of strings, or a NumPy array of numbers."""
-        kind, count = self._number(_UINT32), self._number(_UINT64)
+        kind, count = self._read_number(_UINT32), self._read_number(_UINT64)
         if count > MAX_ARRAY_LENGTH:
             raise self._error(f"a metadata array has {count} entries; at most {MAX_ARRAY_LENGTH} are allowed")
-        if kind == _STRING:
-            return [self._string() for _ in range(count)]
-        return self._array_of_scalars(kind, count)
+        if kind == _STRING_TYPE:
+            return [self._read_string() for _ in range(count)]
+        return self._read_scalars(kind, count)
 
-    def _array_of_scalars(self, kind: int, count: int) -> Any:
-        if kind not in _SCALARS:
+    def _read_scalars(self, kind: int, count: int) -> Any:
+        if kind not in _SCALAR_DTYPES:
             raise self._error(f"a metadata value has type {kind}, which is not supported")
-        dtype = np.dtype(_SCALARS[kind])
+        dtype = np.dtype(_SCALAR_DTYPES[kind])
         start = self._advance(count * dtype.itemsize)
         return np.frombuffer(self._header, dtype, count, start)
 
-    def _string(self, limit: int = MAX_HEADER_BYTES) -> str:
-        length = self._number(_UINT64)
+    def _read_string(self, limit: int = MAX_HEADER_BYTES) -> str:
+        length = self._read_number(_UINT64)
         if length > limit:
             raise self._error(f"a text in the header has {length} bytes; at most {limit} are allowed")
         start = self._advance(length)
@@ -282,24 +282,24 @@ class _Parser:
         except UnicodeDecodeError as error:
             raise self._error("a text in the header is not UTF-8") from error
 
-    def _number(self, form: struct.Struct) -> int:
-        start = self._advance(form.size)
-        number: int = form.unpack_from(self._header, start)[0]
+    def _read_number(self, layout: struct.Struct) -> int:
+        start = self._advance(layout.size)
+        number: int = layout.unpack_from(self._header, start)[0]
         return number
 
     def _advance(self, count: int) -> int:
         """Move the position forward by `count` bytes, which are read if necessary. Return the previous position."""
         start, self._position = self._position, self._position + count
         if self._position > len(self._header):
-            self._read_more()
+            self._read_chunk()
         return start
 
-    def _read_more(self) -> None:
+    def _read_chunk(self) -> None:
         if self._position > self._size:
             raise self._error(f"the file is truncated: its header needs more than {self._size} bytes")
         if self._position > MAX_HEADER_BYTES:
             raise self._error(f"the header has more than {MAX_HEADER_BYTES} bytes")
-        self._header += self._file.read(max(self._position, READ_BYTES))  # doubles the header, so copies are rare
+        self._header += self._file.read(max(self._position, READ_CHUNK_BYTES))  # doubles the header, so copies are rare
         if self._position > len(self._header):
             raise self._error("the file changed while it was read")
 

@@ -16,17 +16,17 @@ from lorax_server.errors import ConfigError, WeightsError
 from lorax_server.files.disk_cache import CACHE_VARIABLE, cache_folder, make_key
 from lorax_server.files.names import (
     GENERATION_CONFIG_FILE,
-    GGUF_FILES_FILE,
+    GGUF_FILE_LIST,
     MODEL_CONFIG_FILE,
     TOKENIZER_CONFIG_FILE,
     VOCABULARY_FILE,
 )
 from lorax_server.gguf.architectures import make_config, map_tensors
-from lorax_server.gguf.container import SPLIT_NAME, GGUFFile, find_parts, read_gguf
+from lorax_server.gguf.container import SPLIT_NAME_PATTERN, GGUFFile, find_parts, read_gguf
 from lorax_server.gguf.tokenizer import make_tokenizer
 
-FORMAT = "1"  # increase this when the content of the folders changes
-SUFFIX = ".gguf"
+CACHE_VERSION = "1"  # increase this when the content of the folders changes
+GGUF_SUFFIX = ".gguf"
 
 
 def find_model_folder(path: Path) -> Path:
@@ -44,13 +44,13 @@ def find_model_folder(path: Path) -> Path:
 
 def list_models(folder: Path) -> list[Path]:
     """Return the GGUF files in a folder. For split models, return only the first file."""
-    numbers = {file: SPLIT_NAME.fullmatch(file.name) for file in sorted(folder.glob(f"*{SUFFIX}"))}
+    numbers = {file: SPLIT_NAME_PATTERN.fullmatch(file.name) for file in sorted(folder.glob(f"*{GGUF_SUFFIX}"))}
     return [file for file, match in numbers.items() if match is None or int(match[2]) == 1]
 
 
 def read_file_list(folder: Path) -> list[Path]:
     """Return the GGUF files with the weights, given a folder that `find_model_folder` created."""
-    path = folder / GGUF_FILES_FILE
+    path = folder / GGUF_FILE_LIST
     try:
         return [Path(file) for file in json.loads(path.read_text())["files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -65,7 +65,7 @@ def _find_cached(path: Path) -> Path:
     except OSError as error:
         raise ConfigError(f"model {str(path)!r}: cannot be read: {error.strerror}") from error
     versions = (f"{part}:{stat.st_size}:{stat.st_mtime_ns}" for part, stat in zip(parts, stats, strict=True))
-    folder = cache_folder("gguf") / make_key(FORMAT, *versions)
+    folder = cache_folder("gguf") / make_key(CACHE_VERSION, *versions)
     if not folder.is_dir():
         _write(folder, _make_files(read_gguf(parts[0]), parts))
     return folder
@@ -79,7 +79,7 @@ def _make_files(file: GGUFFile, parts: Sequence[Path]) -> dict[str, str]:
         MODEL_CONFIG_FILE: config,
         GENERATION_CONFIG_FILE: {"eos_token_id": tokenizer.end_token_ids},
         TOKENIZER_CONFIG_FILE: tokenizer.config,
-        GGUF_FILES_FILE: {"files": [str(part) for part in parts]},
+        GGUF_FILE_LIST: {"files": [str(part) for part in parts]},
     }
     return {VOCABULARY_FILE: tokenizer.backend.to_str(), **{name: json.dumps(each) for name, each in content.items()}}
 

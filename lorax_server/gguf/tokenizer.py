@@ -11,7 +11,7 @@ from lorax_server.errors import ConfigError
 from lorax_server.gguf.container import GGUFFile
 
 # Token types in `tokenizer.ggml.token_type`.
-CONTROL, USER_DEFINED = 3, 4
+CONTROL_TOKEN, USER_DEFINED_TOKEN = 3, 4
 SPECIAL_TOKEN_KEYS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 # Metadata fields with end tokens, and names of control tokens that llama.cpp treats as end tokens in every model.
 EOS_TOKEN_KEYS = ("eos", "eot", "eom")
@@ -20,16 +20,23 @@ EOS_TOKENS = {
     *("<|end_of_text|>", "<|END_OF_TURN_TOKEN|>", "<|end_of_turn|>", "<|endofturn|>", "<|return|>", "[|endofturn|]"),
 }
 
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_WHITESPACE = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = rf"{_SUFFIXES}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_WHITESPACE}"
-_QWEN2 = rf"{_SUFFIXES}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_WHITESPACE}"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_WORDS = [rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}{first}{_LOWER}{second}" for first, second in ("*+", "+*")]
-_TEKKEN = rf"{'|'.join(_WORDS)}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_WHITESPACE}"
-_GPT4O = "|".join(rf"{word}{_SUFFIXES}?" for word in _WORDS)
-_GPT4O = rf"{_GPT4O}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_WHITESPACE}"
+_GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WHITESPACE_PATTERN = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3_PATTERN = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}"
+    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_WHITESPACE_PATTERN}"
+)
+_QWEN2_PATTERN = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_WHITESPACE_PATTERN}"
+)
+_UPPERCASE_CLASS, _LOWERCASE_CLASS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_WORD_PATTERNS = [
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPERCASE_CLASS}{first}{_LOWERCASE_CLASS}{second}" for first, second in ("*+", "+*")
+]
+_TEKKEN_PATTERN = rf"{'|'.join(_WORD_PATTERNS)}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_WHITESPACE_PATTERN}"
+_GPT4O_PATTERN = "|".join(rf"{word}{_CONTRACTIONS}?" for word in _WORD_PATTERNS)
+_GPT4O_PATTERN = rf"{_GPT4O_PATTERN}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_WHITESPACE_PATTERN}"
 
 
 class PreTokenizer(NamedTuple):
@@ -40,21 +47,23 @@ class PreTokenizer(NamedTuple):
     adds_bos: bool = False  # unless the file says otherwise
 
 
-_SINGLE_DIGITS = PreTokenizer((r"\p{N}", _GPT2))
+_SINGLE_DIGITS = PreTokenizer((r"\p{N}", _GPT2_PATTERN))
 # By `tokenizer.ggml.pre`.
 PRE_TOKENIZERS = {
     **dict.fromkeys(
-        ("gpt-2", "phi-2", "olmo", "mpt", "exaone4", "trillion", "granite-docling"), PreTokenizer((_GPT2,))
+        ("gpt-2", "phi-2", "olmo", "mpt", "exaone4", "trillion", "granite-docling"), PreTokenizer((_GPT2_PATTERN,))
     ),
     **dict.fromkeys(
         ("starcoder", "refact", "command-r", "smollm", "exaone", "minerva-7b", "codeshell"), _SINGLE_DIGITS
     ),
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "midm-2.0"), PreTokenizer((_LLAMA3,), True, True)),
-    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), PreTokenizer((_LLAMA3,))),
-    "glm4": PreTokenizer((_LLAMA3,), True),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "kormo", "megrez"), PreTokenizer((_QWEN2,))),
-    "tekken": PreTokenizer((_TEKKEN,), True, True),
-    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), PreTokenizer((_GPT4O,))),
+    **dict.fromkeys(
+        ("llama3", "llama-v3", "llama-bpe", "falcon3", "midm-2.0"), PreTokenizer((_LLAMA3_PATTERN,), True, True)
+    ),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), PreTokenizer((_LLAMA3_PATTERN,))),
+    "glm4": PreTokenizer((_LLAMA3_PATTERN,), True),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "kormo", "megrez"), PreTokenizer((_QWEN2_PATTERN,))),
+    "tekken": PreTokenizer((_TEKKEN_PATTERN,), True, True),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), PreTokenizer((_GPT4O_PATTERN,))),
 }
 
 
@@ -87,9 +96,9 @@ def make_tokenizer(file: GGUFFile) -> GGUFTokenizer:
         raise ConfigError(f"{file.path}: the tokenizer is invalid: {error}") from error
     backend.add_tokens(
         [
-            AddedToken(token, normalized=False, special=kind == CONTROL)
+            AddedToken(token, normalized=False, special=kind == CONTROL_TOKEN)
             for token, kind in zip(tokens, types, strict=False)
-            if kind in (CONTROL, USER_DEFINED) and token
+            if kind in (CONTROL_TOKEN, USER_DEFINED_TOKEN) and token
         ]
     )
     _add_template(file, backend, named, adds_bos)
@@ -98,7 +107,7 @@ def make_tokenizer(file: GGUFFile) -> GGUFTokenizer:
     ends += [
         token_id
         for token_id, (token, kind) in enumerate(zip(tokens, types, strict=False))
-        if kind in (CONTROL, USER_DEFINED) and token in EOS_TOKENS
+        if kind in (CONTROL_TOKEN, USER_DEFINED_TOKEN) and token in EOS_TOKENS
     ]
     return GGUFTokenizer(backend, config, list(dict.fromkeys(each for each in ends if each is not None)))
 

@@ -85,7 +85,7 @@ class BlockPanels(StoredMatrix):
         width = self.format.width
         first, last = self.start // width, -(-self.stop // width)
         rows = slice(self.start - first * width, self.stop - first * width)
-        values, scales, offsets = _split(self.panels[first:last], self.format)
+        values, scales, offsets = _split_panels(self.panels[first:last], self.format)
         integers = _gather_rows(values, rows)
         if self.format.bits == 8:
             plain = (integers ^ SIGN_BITS if self.format.bias else integers).contiguous().view(torch.int8)
@@ -104,7 +104,7 @@ def to_block_panels(matrix: BlockMatrix, width: int, bias: int) -> BlockPanels:
     layout = BlockFormat(matrix.bits, matrix.block, matrix.offsets is not None, scale_dtype, width, bias)
     shape = (-(-outputs // width), inputs // PACKED_INPUTS, layout.num_bytes)
     panels = torch.zeros(shape, dtype=torch.uint8) if outputs % width else torch.empty(shape, dtype=torch.uint8)
-    values, scales, offsets = _split(panels, layout)
+    values, scales, offsets = _split_panels(panels, layout)
     _scatter_rows(matrix.values.view(torch.int32), values)
     _scatter_rows(matrix.scales, scales)
     if offsets is not None and matrix.offsets is not None:
@@ -114,14 +114,16 @@ def to_block_panels(matrix: BlockMatrix, width: int, bias: int) -> BlockPanels:
     return BlockPanels(panels, layout, matrix.dtype, 0, outputs)
 
 
-def _split(panels: torch.Tensor, layout: BlockFormat) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def _split_panels(
+    panels: torch.Tensor, block_format: BlockFormat
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return views of the integers (int32 groups), the scales and the offsets: `[panels, blocks, parts, width]`."""
-    ends = (layout.value_bytes, layout.value_bytes + layout.scale_bytes)
-    values = panels[..., : ends[0]].view(torch.int32).unflatten(-1, (-1, layout.width))
-    scales = panels[..., ends[0] : ends[1]].view(layout.scale_dtype).unflatten(-1, (-1, layout.width))
-    if not layout.has_offsets:
+    ends = (block_format.value_bytes, block_format.value_bytes + block_format.scale_bytes)
+    values = panels[..., : ends[0]].view(torch.int32).unflatten(-1, (-1, block_format.width))
+    scales = panels[..., ends[0] : ends[1]].view(block_format.scale_dtype).unflatten(-1, (-1, block_format.width))
+    if not block_format.has_offsets:
         return values, scales, None
-    return values, scales, panels[..., ends[1] :].view(layout.scale_dtype).unflatten(-1, (-1, layout.width))
+    return values, scales, panels[..., ends[1] :].view(block_format.scale_dtype).unflatten(-1, (-1, block_format.width))
 
 
 def _gather_rows(panels: torch.Tensor, rows: slice) -> torch.Tensor:

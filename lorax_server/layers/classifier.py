@@ -8,7 +8,7 @@ from torch import nn
 
 from lorax_server.adapters.batch import AdapterArena
 from lorax_server.adapters.target import AdapterTarget, TargetKind
-from lorax_server.distributed import unsharded
+from lorax_server.distributed import make_full_shard
 from lorax_server.weights import Weights
 
 
@@ -30,12 +30,12 @@ class ClassifierLinear(nn.Module):
             size = out_features or weights.get_shape(f"{name}.weight")[0]
             self.weight = weights.get_tensor(f"{name}.weight", (size, in_features))
             self.bias = weights.get_tensor(f"{name}.bias", (size,)) if bias else None
-        outputs = unsharded(out_features or (0 if self.weight is None else len(self.weight)))
+        outputs = make_full_shard(out_features or (0 if self.weight is None else len(self.weight)))
         self.targets = (
             AdapterTarget(
                 name,
                 TargetKind.CLASSIFIER,
-                unsharded(in_features),
+                make_full_shard(in_features),
                 outputs,
                 slice(0, 0),
                 self.weight,

@@ -7,7 +7,7 @@ from torch import nn
 
 from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.adapters.target import AdapterTarget, TargetKind
-from lorax_server.distributed import shard_vocab, unsharded
+from lorax_server.distributed import make_full_shard, shard_vocab
 from lorax_server.kernels import EmbeddingTarget, StoredMatrix
 from lorax_server.weights import Weights
 
@@ -26,14 +26,14 @@ class TensorParallelEmbedding(nn.Module):
         self.ops = weights.ops
         shard = shard_vocab(self.process_group, vocab_size)
         self.start, self.stop = shard.ranges[0]
-        matrix = weights.get_matrix(f"{name}.weight", shard, unsharded(dim), min_bits=8)
+        matrix = weights.get_matrix(f"{name}.weight", shard, make_full_shard(dim), min_bits=8)
         self.weight: torch.Tensor | StoredMatrix = matrix
         self.targets: tuple[AdapterTarget, ...] = (
             AdapterTarget(
                 target_name or name,
                 TargetKind.EMBEDDING,
                 shard,
-                unsharded(dim),
+                make_full_shard(dim),
                 slice(0, dim),
                 self.weight,
                 None,

@@ -15,7 +15,7 @@ from torch import nn
 
 from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.adapters.target import AdapterTarget, TargetKind
-from lorax_server.distributed import Shard, shard_vocab, unsharded, vocab_block
+from lorax_server.distributed import Shard, make_full_shard, shard_vocab, vocab_shard_size
 from lorax_server.kernels import Activation, LoraBatch, LoraTarget, QuantizedMatrix, concat_matrices
 from lorax_server.layers.logits import LogitTransform, replace_row_logits, resize_logits
 from lorax_server.weights import Weights
@@ -49,7 +49,7 @@ class TensorParallelMultiAdapterLinear(nn.Module):
         """
         super().__init__()
         matrices, biases = [], []
-        inputs = unsharded(in_features)
+        inputs = make_full_shard(in_features)
         for name, shard in zip(names, outputs, strict=True):
             matrix = weights.get_matrix(
                 f"{name}.weight", shard, inputs, fan_in_fan_out=fan_in_fan_out, min_bits=min_bits
@@ -80,7 +80,7 @@ class TensorParallelMultiAdapterLinear(nn.Module):
         weight, bias = self.linear.weight[columns], self.linear.bias
         bias = None if bias is None else bias[columns]
         shape = (in_features, outputs.full) if fan_in_fan_out else None
-        inputs = unsharded(in_features)
+        inputs = make_full_shard(in_features)
         return AdapterTarget(name, TargetKind.LINEAR, inputs, outputs, columns, weight, bias, checkpoint_shape=shape)
 
 
@@ -106,7 +106,7 @@ class TensorParallelAdapterRowLinear(nn.Module):
         argument afterwards.
         """
         super().__init__()
-        outputs = unsharded(out_features)
+        outputs = make_full_shard(out_features)
         matrix = weights.get_matrix(f"{name}.weight", outputs, inputs, fan_in_fan_out=fan_in_fan_out)
         added = weights.get_tensor(f"{name}.bias", (out_features,)) if bias else None
         is_first_rank = weights.process_group.rank() == 0
@@ -154,13 +154,13 @@ class MultiAdapterHead(nn.Module):
         """
         super().__init__()
         shard = shard_vocab(weights.process_group, vocab_size)
-        padding = vocab_block(weights.process_group, vocab_size) - shard.size
+        padding = vocab_shard_size(weights.process_group, vocab_size) - shard.size
         filled = None if bias is None else F.pad(bias, (0, padding))
         padded = matrix
         if padding:
             padded = F.pad(matrix, (0, 0, 0, padding)) if isinstance(matrix, torch.Tensor) else matrix.pad_rows(padding)
         self.linear = weights.ops.make_linear(padded, filled)
-        inputs, columns = unsharded(matrix.shape[1]), slice(0, shard.size)
+        inputs, columns = make_full_shard(matrix.shape[1]), slice(0, shard.size)
         # Embedding and head count as tied if they share one matrix object, which may be stored in panels.
         weight = self.linear.weight[columns] if not is_tied else matrix if padding else self.linear.weight
         self.targets = (AdapterTarget(target_name, TargetKind.HEAD, inputs, shard, columns, weight, bias),)
@@ -180,7 +180,7 @@ class MultiAdapterHead(nn.Module):
         bias: torch.Tensor | None = None,
     ) -> Self:
         shard = shard_vocab(weights.process_group, vocab_size)
-        matrix = weights.get_matrix(f"{name}.weight", shard, unsharded(in_features), min_bits=8)
+        matrix = weights.get_matrix(f"{name}.weight", shard, make_full_shard(in_features), min_bits=8)
         return cls(concat_matrices([matrix]), target_name or name, vocab_size, weights, bias=bias, is_tied=False)
 
     def forward(

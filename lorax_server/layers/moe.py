@@ -8,7 +8,7 @@ from torch import nn
 
 from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.adapters.target import AdapterTarget, ExpertTarget, TargetKind
-from lorax_server.distributed import Shard, join_shards, unsharded
+from lorax_server.distributed import Shard, join_shards, make_full_shard
 from lorax_server.kernels import Activation, ExpertMatrices, Routing, concat_matrices
 from lorax_server.layers.linear import get_lora_args
 from lorax_server.weights import Weights
@@ -82,7 +82,7 @@ class Experts(nn.Module):
         super().__init__()
         num_experts, top_k = counts
         self.ops, self.process_group = weights.ops, weights.process_group
-        hidden = unsharded(hidden_size)
+        hidden = make_full_shard(hidden_size)
         rows_of = slice(0, inner.full), slice(inner.full, 2 * inner.full)
         if load is not None:
             rows_of = slice(0, None, 2), slice(1, None, 2)

@@ -9,7 +9,7 @@ from torch import nn
 
 from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.adapters.target import AdapterTarget, TargetKind
-from lorax_server.distributed import Shard, unsharded
+from lorax_server.distributed import Shard, make_full_shard
 from lorax_server.weights import Weights
 
 
@@ -22,7 +22,7 @@ class RMSNorm(nn.Module):
         weights: Weights,
         size: int,
         eps: float = 1e-6,
-        adaptable: bool = True,
+        is_adaptable: bool = True,
         *,
         offset: float = 0.0,
         upcast: bool = False,
@@ -33,7 +33,7 @@ class RMSNorm(nn.Module):
         self.weight = weight.float() + offset if upcast else weight
         self.eps = torch.tensor(eps, device=weights.device)  # torch would convert a float in every call
         self.ops = weights.ops
-        self.targets = (_make_norm_target(prefix, size, self.weight, None, offset),) if adaptable else ()
+        self.targets = (_make_norm_target(prefix, size, self.weight, None, offset),) if is_adaptable else ()
 
     def forward(
         self,
@@ -57,7 +57,7 @@ class LayerNorm(nn.Module):
         size: int,
         eps: float = 1e-5,
         affine: bool = True,
-        adaptable: bool = True,
+        is_adaptable: bool = True,
         *,
         bias: bool = True,
         offset: float = 0.0,
@@ -68,7 +68,7 @@ class LayerNorm(nn.Module):
         self.bias = weights.get_tensor(f"{prefix}.bias", (size,)) if affine and bias else None
         self.eps = eps
         self.ops = weights.ops
-        self.targets = (_make_norm_target(prefix, size, self.weight, self.bias, offset),) if adaptable else ()
+        self.targets = (_make_norm_target(prefix, size, self.weight, self.bias, offset),) if is_adaptable else ()
 
     def forward(self, hidden_states: torch.Tensor, adapter_data: AdapterBatchData | None = None) -> torch.Tensor:
         if adapter_data is None or not self.targets:
@@ -120,12 +120,14 @@ def make_head_norm_target(
     bias = getattr(norm, "bias", None)
     bias = None if bias is None else bias.repeat(heads)
     weight = norm.weight.repeat(heads)
-    return AdapterTarget(name, TargetKind.NORM, unsharded(head_dim), outputs, slice(0), weight, bias, offset=offset)
+    return AdapterTarget(
+        name, TargetKind.NORM, make_full_shard(head_dim), outputs, slice(0), weight, bias, offset=offset
+    )
 
 
 def _make_norm_target(
     name: str, size: int, weight: torch.Tensor | None, bias: torch.Tensor | None, offset: float = 0.0
 ) -> AdapterTarget:
     return AdapterTarget(
-        name, TargetKind.NORM, unsharded(size), unsharded(size), slice(0, size), weight, bias, offset=offset
+        name, TargetKind.NORM, make_full_shard(size), make_full_shard(size), slice(0, size), weight, bias, offset=offset
     )

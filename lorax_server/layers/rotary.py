@@ -50,7 +50,7 @@ class RotaryEmbedding(nn.Module):
         return self.cos.index_select(0, ids), self.sin.index_select(0, ids)
 
     def _table(self, count: int) -> CosSin:
-        return _angles(torch.arange(count, device=self.inv_freq.device), self.inv_freq, self.attention_factor)
+        return _compute_angles(torch.arange(count, device=self.inv_freq.device), self.inv_freq, self.attention_factor)
 
 
 class DynamicRotaryEmbedding(nn.Module):
@@ -59,29 +59,34 @@ class DynamicRotaryEmbedding(nn.Module):
     def __init__(self, dim: int, base: float, factor: float, max_positions: int, device: torch.device) -> None:
         super().__init__()
         self.dim, self.base, self.factor, self.max_positions = dim, base, factor, max_positions
-        self.exponents = _exponents(dim).to(device)
+        self.exponents = _compute_exponents(dim).to(device)
 
     def forward(self, ctx: PagedContext) -> CosSin:
         lengths = ctx.rope_lengths().clamp(min=self.max_positions)
         growth = self.factor * lengths / self.max_positions - (self.factor - 1)
         base = self.base * growth ** (self.dim / (self.dim - 2))  # [num_tokens]
-        return _angles(ctx.position_ids, 1.0 / base[:, None] ** self.exponents, 1.0)
+        return _compute_angles(ctx.position_ids, 1.0 / base[:, None] ** self.exponents, 1.0)
 
 
 class LongRotaryEmbedding(nn.Module):
     """LongRoPE. Sequences longer than the original length use the long frequencies, other sequences the short ones."""
 
     def __init__(
-        self, short: torch.Tensor, long: torch.Tensor, original: int, attention_factor: float, device: torch.device
+        self,
+        short: torch.Tensor,
+        long: torch.Tensor,
+        original_length: int,
+        attention_factor: float,
+        device: torch.device,
     ) -> None:
         super().__init__()
         self.inv_freq = torch.stack([short, long]).to(device)
-        self.original = original
+        self.original_length = original_length
         self.attention_factor = attention_factor
 
     def forward(self, ctx: PagedContext) -> CosSin:
-        chosen = self.inv_freq[(ctx.rope_lengths() > self.original).long()]
-        return _angles(ctx.position_ids, chosen, self.attention_factor)
+        chosen = self.inv_freq[(ctx.rope_lengths() > self.original_length).long()]
+        return _compute_angles(ctx.position_ids, chosen, self.attention_factor)
 
 
 def load_rotary(
@@ -147,37 +152,37 @@ def rope_parameters(config: Any, layer_type: str | None = None) -> dict[str, Any
     return parameters
 
 
-def _default(parameters: Mapping[str, Any], config: Any, dim: int, device: torch.device) -> nn.Module:
-    return RotaryEmbedding(_frequencies(parameters, dim), config.max_position_embeddings, device)
+def _make_default_rope(parameters: Mapping[str, Any], config: Any, dim: int, device: torch.device) -> nn.Module:
+    return RotaryEmbedding(_compute_frequencies(parameters, dim), config.max_position_embeddings, device)
 
 
-def _linear(parameters: Mapping[str, Any], config: Any, dim: int, device: torch.device) -> nn.Module:
-    inv_freq = _frequencies(parameters, dim) / parameters["factor"]
+def _make_linear_rope(parameters: Mapping[str, Any], config: Any, dim: int, device: torch.device) -> nn.Module:
+    inv_freq = _compute_frequencies(parameters, dim) / parameters["factor"]
     return RotaryEmbedding(inv_freq, config.max_position_embeddings, device)
 
 
-def _dynamic_ntk(parameters: Mapping[str, Any], config: Any, dim: int, device: torch.device) -> nn.Module:
+def _make_dynamic_ntk_rope(parameters: Mapping[str, Any], config: Any, dim: int, device: torch.device) -> nn.Module:
     base, factor = parameters["rope_theta"], parameters["factor"]
     return DynamicRotaryEmbedding(dim, base, factor, config.max_position_embeddings, device)
 
 
-def _llama3(parameters: Mapping[str, Any], config: Any, dim: int, device: torch.device) -> nn.Module:
+def _make_llama3_rope(parameters: Mapping[str, Any], config: Any, dim: int, device: torch.device) -> nn.Module:
     """Build Llama 3's RoPE.
 
     High frequencies stay unchanged, low frequencies are divided by a factor, and frequencies between them are
     interpolated.
     """
-    inv_freq = _frequencies(parameters, dim)
+    inv_freq = _compute_frequencies(parameters, dim)
     low, high, factor = parameters["low_freq_factor"], parameters["high_freq_factor"], parameters["factor"]
-    turns = _original_length(parameters, config) * inv_freq / (2 * math.pi)  # rotations within the original length
+    turns = _find_original_length(parameters, config) * inv_freq / (2 * math.pi)  # rotations within the original length
     smooth = ((turns - low) / (high - low)).clamp(0, 1)
     blended = (1 - smooth) * inv_freq / factor + smooth * inv_freq
     return RotaryEmbedding(blended, config.max_position_embeddings, device)
 
 
-def _yarn(parameters: Mapping[str, Any], config: Any, dim: int, device: torch.device) -> nn.Module:
+def _make_yarn_rope(parameters: Mapping[str, Any], config: Any, dim: int, device: torch.device) -> nn.Module:
     """Build YaRN RoPE: keep high frequencies and divide low frequencies by a factor, with a linear ramp in between."""
-    original = _original_length(parameters, config)
+    original = _find_original_length(parameters, config)
     if "factor" not in parameters and "original_max_position_embeddings" not in parameters:
         raise KeyError("factor")
     factor = parameters.get("factor") or config.max_position_embeddings / original
@@ -192,7 +197,7 @@ def _yarn(parameters: Mapping[str, Any], config: Any, dim: int, device: torch.de
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     ramp = ((torch.arange(dim // 2).float() - low) / (high - low or 0.001)).clamp(0, 1)
-    inv_freq = _frequencies(parameters, dim)
+    inv_freq = _compute_frequencies(parameters, dim)
     blended = inv_freq / factor * ramp + inv_freq * (1 - ramp)
     attention_factor = parameters.get("attention_factor") or _yarn_attention_factor(parameters, factor)
     return RotaryEmbedding(blended, config.max_position_embeddings, device, attention_factor)
@@ -207,13 +212,13 @@ def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> floa
     return mscale(1.0)
 
 
-def _longrope(parameters: Mapping[str, Any], config: Any, dim: int, device: torch.device) -> nn.Module:
-    original = _original_length(parameters, config)
+def _make_longrope(parameters: Mapping[str, Any], config: Any, dim: int, device: torch.device) -> nn.Module:
+    original = _find_original_length(parameters, config)
     factor = parameters.get("factor") or config.max_position_embeddings / original
     attention_factor = parameters.get("attention_factor")
     if attention_factor is None:
         attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    inv_freq = _frequencies(parameters, dim)
+    inv_freq = _compute_frequencies(parameters, dim)
     short, long = (torch.tensor(parameters[key], dtype=torch.float32) for key in ("short_factor", "long_factor"))
     for key, factors in (("short_factor", short), ("long_factor", long)):
         if factors.shape != (dim // 2,) or not bool((factors > 0).all()):
@@ -222,28 +227,28 @@ def _longrope(parameters: Mapping[str, Any], config: Any, dim: int, device: torc
 
 
 ROPE_TYPES: dict[str, Callable[[Mapping[str, Any], Any, int, torch.device], nn.Module]] = {
-    "default": _default,
-    "linear": _linear,
-    "dynamic": _dynamic_ntk,
-    "llama3": _llama3,
-    "yarn": _yarn,
-    "longrope": _longrope,
+    "default": _make_default_rope,
+    "linear": _make_linear_rope,
+    "dynamic": _make_dynamic_ntk_rope,
+    "llama3": _make_llama3_rope,
+    "yarn": _make_yarn_rope,
+    "longrope": _make_longrope,
 }
 
 
-def _original_length(parameters: Mapping[str, Any], config: Any) -> int:
+def _find_original_length(parameters: Mapping[str, Any], config: Any) -> int:
     return int(parameters.get("original_max_position_embeddings") or config.max_position_embeddings)
 
 
-def _exponents(dim: int) -> torch.Tensor:
+def _compute_exponents(dim: int) -> torch.Tensor:
     return torch.arange(0, dim, 2).float() / dim
 
 
-def _frequencies(parameters: Mapping[str, Any], dim: int) -> torch.Tensor:
-    frequencies: torch.Tensor = 1.0 / (parameters["rope_theta"] ** _exponents(dim))
+def _compute_frequencies(parameters: Mapping[str, Any], dim: int) -> torch.Tensor:
+    frequencies: torch.Tensor = 1.0 / (parameters["rope_theta"] ** _compute_exponents(dim))
     return frequencies
 
 
-def _angles(positions: torch.Tensor, inv_freq: torch.Tensor, attention_factor: float) -> CosSin:
+def _compute_angles(positions: torch.Tensor, inv_freq: torch.Tensor, attention_factor: float) -> CosSin:
     angles = positions.float()[:, None] * inv_freq
     return angles.cos() * attention_factor, angles.sin() * attention_factor

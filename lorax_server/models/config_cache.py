@@ -9,12 +9,12 @@ from typing import Any
 from lorax_server.files.disk_cache import cache_folder, load, make_key, store
 from lorax_server.files.names import MODEL_CONFIG_FILE
 
-FORMAT = "1"  # increase this when the cached fields change
+CACHE_VERSION = "1"  # increase this when the cached fields change
 
 
 def read_config(folder: Path) -> SimpleNamespace:
     """Return the config fields of the model in `folder`. Propagates exceptions from transformers."""
-    name = make_key(FORMAT, version("transformers"), (folder / MODEL_CONFIG_FILE).read_bytes())
+    name = make_key(CACHE_VERSION, version("transformers"), (folder / MODEL_CONFIG_FILE).read_bytes())
     path = cache_folder("configs") / f"{name}.json"
     content = load(path)
     if content is None:

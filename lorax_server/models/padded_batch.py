@@ -28,7 +28,7 @@ class PaddedBatch:
     """
 
     # Fields with one entry per request.
-    per_row: ClassVar[Sequence[str]] = (
+    row_fields: ClassVar[Sequence[str]] = (
         "requests",
         "all_input_ids",
         "input_lengths",
@@ -94,7 +94,7 @@ class PaddedBatch:
         rows = self._find_rows(request_ids)
         if rows == list(range(len(self))):
             return self
-        for name in self.per_row:
+        for name in self.row_fields:
             setattr(self, name, [getattr(self, name)[row] for row in rows])
         index = torch.tensor(rows, device=self.input_ids.device)
         width, num_future_tokens = max(self.input_lengths), self._count_future_tokens()
@@ -123,7 +123,7 @@ class PaddedBatch:
             start = end - batch.max_input_length
             mask[row : row + len(batch), width - (end - start) : width] = batch.attention_mask[:, start:end]
             row += len(batch)
-        lists = {name: [value for batch in batches for value in getattr(batch, name)] for name in cls.per_row}
+        lists = {name: [value for batch in batches for value in getattr(batch, name)] for name in cls.row_fields}
         return cls(
             input_ids=torch.cat([batch.input_ids for batch in batches]),
             attention_mask=mask,

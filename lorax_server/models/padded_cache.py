@@ -90,16 +90,16 @@ class GrowingLayer(DynamicLayer):
         super().__init__()  # type: ignore[no-untyped-call]
         self.cache: GrowableCache | None = None
         if cache is not None:
-            self._set(cache)
+            self._set_cache(cache)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.cache is None:
-            return self._set((key_states, value_states))
-        return self._set(self.cache.append(key_states, value_states))
+            return self._set_cache((key_states, value_states))
+        return self._set_cache(self.cache.append(key_states, value_states))
 
-    def _set(self, cache: LayerCache) -> LayerCache:
+    def _set_cache(self, cache: LayerCache) -> LayerCache:
         self.cache = cache if isinstance(cache, GrowableCache) else GrowableCache.wrap(cache)
         self.keys, self.values = self.cache
         self.dtype, self.device = self.keys.dtype, self.keys.device

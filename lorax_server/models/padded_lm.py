@@ -107,7 +107,7 @@ class PaddedLM:
             batch.past_key_values,
             only_last=not (is_first and any(request.prefill_logprobs for request in batch.requests)),
         )
-        return PaddedStepOutput(self._choose(batch, logits[:, -1], masks), logits, caches)
+        return PaddedStepOutput(self._sample_tokens(batch, logits[:, -1], masks), logits, caches)
 
     @torch.inference_mode()
     def advance(self, batch: PaddedBatch, token_ids: torch.Tensor, caches: list[LayerCache]) -> None:
@@ -122,7 +122,7 @@ class PaddedLM:
         batch.max_input_length += 1
         batch.padding_right_offset -= 1
 
-    def _choose(self, batch: PaddedBatch, logits: torch.Tensor, masks: TokenMasks | None) -> Sampled:
+    def _sample_tokens(self, batch: PaddedBatch, logits: torch.Tensor, masks: TokenMasks | None) -> Sampled:
         choosers = batch.next_token_choosers
         if self._sampler is None or self._sampler[0] != choosers:
             sampler = Sampler([chooser.sequence_sampling for chooser in choosers], logits.shape[-1], logits.device)

@@ -31,7 +31,7 @@ from lorax_server.pooling import CLASSIFY, EMBED, SCORE, TOKEN_CLASSIFY, Pooling
 from lorax_server.weights import Weights
 from lorax_server.weights.checkpoint import open_tensors
 
-SCORE_WORDS = ("no", "yes")  # Qwen3-Reranker judges a document with one of these words
+SCORE_TOKENS = ("no", "yes")  # Qwen3-Reranker judges a document with one of these words
 
 
 class SequenceBatch(NamedTuple):
@@ -56,7 +56,7 @@ class PooledModel(nn.Module):
         pooling: PoolingConfig,
         score_ids: Sequence[int] = (),
     ) -> None:
-        """Load the model. For `score`, `score_ids` are the token IDs of `SCORE_WORDS`."""
+        """Load the model. For `score`, `score_ids` are the token IDs of `SCORE_TOKENS`."""
         super().__init__()
         self.config, self.ops, self.device, self.dtype = config, weights.ops, weights.device, weights.dtype
         self.pooling = pooling
@@ -116,7 +116,7 @@ class _Layer(nn.Module):
         self.norm = None
         if layer.norm is not None:
             eps, bias = config.norm_eps, config.norm_bias
-            self.norm = LayerNorm(layer.norm, weights, size, eps, adaptable=False, bias=bias)
+            self.norm = LayerNorm(layer.norm, weights, size, eps, is_adaptable=False, bias=bias)
 
     def forward(self, x: torch.Tensor, adapter: int, arena: AdapterArena | None) -> torch.Tensor:
         x = self.linear(x, adapter, arena)
@@ -276,9 +276,9 @@ def load_pooled_model(
     find_token: Callable[[str], int | None],
 ) -> PooledModel:
     """Load a model for pooling. `find_token` returns the ID of a token, which `score` needs."""
-    ids = [find_token(word) for word in SCORE_WORDS] if pooling.task == SCORE else []
+    ids = [find_token(word) for word in SCORE_TOKENS] if pooling.task == SCORE else []
     if None in ids:
-        raise ConfigError(f"task = {SCORE} needs a tokenizer with the tokens {' and '.join(SCORE_WORDS)}")
+        raise ConfigError(f"task = {SCORE} needs a tokenizer with the tokens {' and '.join(SCORE_TOKENS)}")
     with torch.no_grad():
         model = PooledModel(model_class, config, weights, pooling, [each for each in ids if each is not None])
     return model.eval()

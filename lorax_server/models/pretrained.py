@@ -182,9 +182,9 @@ def _placement_args(quantize: str | None, device: torch.device) -> dict[str, Any
     }
 
 
-def _unsupported_state_error(model_id: str, model_type: str, why: str) -> UnsupportedModelError:
+def _unsupported_state_error(model_id: str, model_type: str, reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"{model_id}: model type {model_type!r} has recurrent or other state besides the KV cache ({why}), "
+        f"{model_id}: model type {model_type!r} has recurrent or other state besides the KV cache ({reason}), "
         "which padded batches do not support"
     )
 

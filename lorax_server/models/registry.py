@@ -12,10 +12,10 @@ import torch
 from lorax_server.config import DTYPES, ModelConfig
 from lorax_server.distributed import FakeGroup, ProcessGroup
 from lorax_server.errors import ConfigError, UnsupportedModelError
-from lorax_server.files.names import GGUF_FILES_FILE, MODEL_CONFIG_FILE
+from lorax_server.files.names import GGUF_FILE_LIST, MODEL_CONFIG_FILE
 from lorax_server.kernels import Ops, select_ops
 from lorax_server.kernels.device import is_host
-from lorax_server.model_types import ENCODERS, MODELS, find_similar_types, is_mxfp4
+from lorax_server.model_types import ENCODER_CLASSES, MODEL_CLASSES, find_similar_types, is_mxfp4
 from lorax_server.models.config_cache import read_config
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.models.pooled_model import PooledModel, load_pooled_model
@@ -23,7 +23,7 @@ from lorax_server.pooling import PoolingConfig
 from lorax_server.weights import LoadProgress, Weights, estimate_bytes, open_weights
 
 logger = logging.getLogger(__name__)
-Model = TypeVar("Model", PagedCausalLM, PooledModel)
+ModelT = TypeVar("ModelT", PagedCausalLM, PooledModel)
 
 DEFAULT_MAX_POSITIONS = 2**17  # default for models without a position limit
 
@@ -48,7 +48,7 @@ def get_model(
 ) -> PagedCausalLM:
     """Load this rank's shard of a model. By default, there is one rank and the fastest ops for the device are used."""
     config = load_config(settings)
-    find_model_class(config.model_type, MODELS)  # rejects encoders before the weights are opened
+    find_model_class(config.model_type, MODEL_CLASSES)  # rejects encoders before the weights are opened
     return load_model(settings, config, lambda weights: build_model(config, weights), process_group, ops)
 
 
@@ -66,10 +66,10 @@ def get_pooled_model(
 def load_model(
     settings: ModelConfig,
     config: Any,
-    build: Callable[[Weights], Model],
+    build: Callable[[Weights], ModelT],
     process_group: ProcessGroup | None = None,
     ops: Ops | None = None,
-) -> Model:
+) -> ModelT:
     """Open the weights and build a model from them. Raise `ConfigError` if they do not fit into memory."""
     device = torch.device(settings.device)
     ops, process_group = ops or select_ops(device), process_group or FakeGroup()
@@ -100,20 +100,20 @@ def load_model(
 def build_model(config: Any, weights: Weights) -> PagedCausalLM:
     """Build the paged model that a config describes."""
     with torch.no_grad():
-        model: PagedCausalLM = find_model_class(config.model_type, MODELS)("", config, weights)
+        model: PagedCausalLM = find_model_class(config.model_type, MODEL_CLASSES)("", config, weights)
     return model.eval()
 
 
-def find_model_class(model_type: Any, known: Mapping[str, str] = MODELS | ENCODERS) -> type[Any]:
-    """Return the model class for a model type. `known` maps model types to class names."""
-    if not isinstance(model_type, str) or model_type not in known:
+def find_model_class(model_type: Any, class_paths: Mapping[str, str] = MODEL_CLASSES | ENCODER_CLASSES) -> type[Any]:
+    """Return the model class for a model type. `class_paths` maps model types to class names."""
+    if not isinstance(model_type, str) or model_type not in class_paths:
         similar = find_similar_types(str(model_type))
         raise UnsupportedModelError(
-            f"config field model_type = {model_type!r} is not supported; use one of {', '.join(sorted(MODELS))}"
+            f"config field model_type = {model_type!r} is not supported; use one of {', '.join(sorted(MODEL_CLASSES))}"
             + (f"; similar types are {', '.join(similar)}" if similar else "")
             + "; models.padded_lm.PaddedLM runs other types, without adapters"
         )
-    module, name = known[model_type].rsplit(".", 1)
+    module, name = class_paths[model_type].rsplit(".", 1)
     model_class: type[Any] = getattr(import_module(f"lorax_server.models.custom_modeling.{module}"), name)
     return model_class
 
@@ -163,7 +163,7 @@ def _check_config(config: Any) -> None:
 def _choose_dtype(settings: ModelConfig, config: Any, ops: Ops) -> torch.dtype:
     """Return the model's dtype, and log the reason for this choice."""
     stored = str(getattr(config, "dtype", None) or torch.float16).removeprefix("torch.")
-    is_quantized = settings.weight_bits is not None or (settings.path / GGUF_FILES_FILE).is_file()
+    is_quantized = settings.weight_bits is not None or (settings.path / GGUF_FILE_LIST).is_file()
     if settings.dtype is not None:
         name, reason = settings.dtype, "requested"
     elif settings.device != "cpu":

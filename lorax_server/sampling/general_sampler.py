@@ -11,16 +11,16 @@ from lorax_server.sampling.processors import (
     NEG_INF,
     apply_temperature,
     count_tokens,
-    draw,
+    draw_tokens,
     keep_min_p,
     keep_top_k,
     keep_top_p,
-    keep_typical,
+    keep_typical_p,
     make_sortable,
     penalize_counts,
     penalize_repetition,
 )
-from lorax_server.sampling.random_uniform import as_signed, uniforms
+from lorax_server.sampling.random_uniform import as_signed, draw_uniforms
 from lorax_server.sampling.upload import BatchedUpload
 from lorax_server.sampling.watermark import boost_green_tokens, hash_tokens
 from lorax_server.types import SamplingParams
@@ -29,7 +29,7 @@ _MAX_COLUMNS = 24  # maximum number of columns that a sampler uploads
 _Entries = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # rows, token IDs and values
 
 
-class _RowGroup(NamedTuple):
+class _MaskedRows(NamedTuple):
     """The rows that set a sampling parameter, with the parameter's values."""
 
     rows: torch.Tensor
@@ -58,25 +58,25 @@ class GeneralSampler:
         self._vocab_size = vocab_size
         params = [sampling.params for sampling in sequence_sampling]
         self._upload = BatchedUpload(_max_upload_elements(sequence_sampling), self._device)
-        self._watermark = self._group([p.watermark for p in params])
+        self._watermark = self._make_row_group([p.watermark for p in params])
         if self._watermark is not None:
             self._watermark = self._watermark._replace(values=(hash_tokens(vocab_size, self._device),))
-        self._repetition = self._group(
+        self._repetition = self._make_row_group(
             [p.repetition_penalty != 1 for p in params], [p.repetition_penalty for p in params]
         )
-        self._counts = self._group(
+        self._counts = self._make_row_group(
             [p.frequency_penalty != 0 or p.presence_penalty != 0 for p in params],
             [p.frequency_penalty for p in params],
             [p.presence_penalty for p in params],
         )
-        self._bias = self._list_biases(sequence_sampling)
-        self._forbidden = self._list_forbidden(sequence_sampling)
-        self._sampled = self._group([not p.is_greedy for p in params])
+        self._bias_entries = self._list_biases(sequence_sampling)
+        self._forbidden_entries = self._list_forbidden_tokens(sequence_sampling)
+        self._sampled = self._make_row_group([not p.is_greedy for p in params])
         sampled = [p for p in params if not p.is_greedy]
-        self._seeds = self._tensor([as_signed(p.seed) for p in sampled], torch.int64)
+        self._seeds = self._to_tensor([as_signed(p.seed) for p in sampled], torch.int64)
         self._warpers = self._list_warpers(sampled)
-        self._raw = self._group([p.raw_logprobs for p in params])
-        self._with_alternatives = self._group([p.num_alternatives > 0 for p in params])
+        self._raw = self._make_row_group([p.raw_logprobs for p in params])
+        self._with_alternatives = self._make_row_group([p.num_alternatives > 0 for p in params])
         self._num_alternatives = {row: p.num_alternatives for row, p in enumerate(params) if p.num_alternatives}
         self._upload.send()
 
@@ -101,7 +101,7 @@ class GeneralSampler:
                 group.apply(warped, function)
             assert history is not None, "`history` is required for these sampling parameters"
             generated = (history.lengths - history.prompt_lengths)[rows]
-            token_ids[rows] = draw(warped, uniforms(self._seeds, generated))
+            token_ids[rows] = draw_tokens(warped, draw_uniforms(self._seeds, generated))
             scores = warped if self._sampled.is_all else scores.index_copy(0, rows, warped)
         if self._raw is not None and scores is not raw:
             scores = scores.index_copy(0, self._raw.rows, raw[self._raw.rows])
@@ -111,7 +111,7 @@ class GeneralSampler:
 
     def _apply_penalties(self, raw: torch.Tensor, history: History | None, masks: TokenMasks | None) -> torch.Tensor:
         """Return the scores with masks, penalties and biases applied. Return `raw` itself if no row uses them."""
-        if masks is None and not self.needs_tokens and self._bias is None and self._forbidden is None:
+        if masks is None and not self.needs_tokens and self._bias_entries is None and self._forbidden_entries is None:
             return raw
         scores = raw.clone()
         if masks is not None:
@@ -119,12 +119,12 @@ class GeneralSampler:
         if self.needs_tokens:
             assert history is not None, "`history.token_ids` is required for these sampling parameters"
             self._apply_history(scores, history)
-        if self._bias is not None:
-            rows, ids, biases = self._bias
+        if self._bias_entries is not None:
+            rows, ids, biases = self._bias_entries
             scores.index_put_((rows, ids), biases, accumulate=True)
-        if self._forbidden is not None:
+        if self._forbidden_entries is not None:
             assert history is not None, "`history` is required for these sampling parameters"
-            rows, ids, until = self._forbidden
+            rows, ids, until = self._forbidden_entries
             early = (history.lengths - history.prompt_lengths)[rows] < until
             scores[rows, ids] = scores[rows, ids].masked_fill(early, NEG_INF)
         return scores
@@ -155,17 +155,17 @@ class GeneralSampler:
 
     # --- Parameter groups ---------------------------------------------------------------------------------------------
 
-    def _tensor(self, values: Sequence[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def _to_tensor(self, values: Sequence[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return self._upload.add(values, dtype)
 
-    def _group(
+    def _make_row_group(
         self, flags: Sequence[bool], *values: Sequence[float], dtype: torch.dtype = torch.float32
-    ) -> _RowGroup | None:
+    ) -> _MaskedRows | None:
         rows = [row for row, is_set in enumerate(flags) if is_set]
         if not rows:
             return None
-        columns = tuple(self._tensor([column[row] for row in rows], dtype) for column in values)
-        return _RowGroup(self._tensor(rows, torch.int64), len(rows) == len(flags), columns)
+        columns = tuple(self._to_tensor([column[row] for row in rows], dtype) for column in values)
+        return _MaskedRows(self._to_tensor(rows, torch.int64), len(rows) == len(flags), columns)
 
     def _list_biases(self, sequence_sampling: Sequence[SequenceSampling]) -> _Entries | None:
         entries = [
@@ -173,9 +173,9 @@ class GeneralSampler:
             for row, sampling in enumerate(sequence_sampling)
             for token_id, bias in sampling.list_biases(self._vocab_size)
         ]
-        return self._entries(entries, torch.float32)
+        return self._make_entries(entries, torch.float32)
 
-    def _list_forbidden(self, sequence_sampling: Sequence[SequenceSampling]) -> _Entries | None:
+    def _list_forbidden_tokens(self, sequence_sampling: Sequence[SequenceSampling]) -> _Entries | None:
         """Return the stop tokens, each with the number of tokens that must be generated before it is allowed."""
         entries = [
             (row, token_id, sampling.min_new_tokens)
@@ -184,27 +184,31 @@ class GeneralSampler:
             for token_id in sorted(sampling.all_stop_token_ids)
             if token_id < self._vocab_size
         ]
-        return self._entries(entries, torch.int64)
+        return self._make_entries(entries, torch.int64)
 
-    def _entries(self, entries: Sequence[tuple[int, int, float]], dtype: torch.dtype) -> _Entries | None:
+    def _make_entries(self, entries: Sequence[tuple[int, int, float]], dtype: torch.dtype) -> _Entries | None:
         if not entries:
             return None
         rows, token_ids, values = zip(*entries, strict=True)
-        return self._tensor(rows, torch.int64), self._tensor(token_ids, torch.int64), self._tensor(values, dtype)
+        return (
+            self._to_tensor(rows, torch.int64),
+            self._to_tensor(token_ids, torch.int64),
+            self._to_tensor(values, dtype),
+        )
 
-    def _list_warpers(self, sampled: Sequence[SamplingParams]) -> list[tuple[Callable[..., torch.Tensor], _RowGroup]]:
+    def _list_warpers(self, sampled: Sequence[SamplingParams]) -> list[tuple[Callable[..., torch.Tensor], _MaskedRows]]:
         """Return the logits warpers in application order. Row indices count only sampled rows, not greedy rows."""
         temperatures = [max(p.temperature, MIN_TEMPERATURE) for p in sampled]
         counts = [min(p.top_k, self._vocab_size) for p in sampled]
-        top_k = self._group([count > 0 for count in counts], counts, dtype=torch.int64)
+        top_k = self._make_row_group([count > 0 for count in counts], counts, dtype=torch.int64)
         if top_k is not None:
             top_k = top_k._replace(values=(*top_k.values, max(counts)))
-        warpers: list[tuple[Callable[..., torch.Tensor], _RowGroup | None]] = [
-            (apply_temperature, self._group([t != 1 for t in temperatures], temperatures)),
+        warpers: list[tuple[Callable[..., torch.Tensor], _MaskedRows | None]] = [
+            (apply_temperature, self._make_row_group([t != 1 for t in temperatures], temperatures)),
             (keep_top_k, top_k),
-            (keep_top_p, self._group([p.top_p < 1 for p in sampled], [1 - p.top_p for p in sampled])),
-            (keep_min_p, self._group([p.min_p > 0 for p in sampled], [p.min_p for p in sampled])),
-            (keep_typical, self._group([p.typical_p < 1 for p in sampled], [p.typical_p for p in sampled])),
+            (keep_top_p, self._make_row_group([p.top_p < 1 for p in sampled], [1 - p.top_p for p in sampled])),
+            (keep_min_p, self._make_row_group([p.min_p > 0 for p in sampled], [p.min_p for p in sampled])),
+            (keep_typical_p, self._make_row_group([p.typical_p < 1 for p in sampled], [p.typical_p for p in sampled])),
         ]
         return [(function, group) for function, group in warpers if group is not None]
 

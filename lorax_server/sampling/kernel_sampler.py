@@ -27,12 +27,12 @@ _UNSET, _MAX_INT32 = -1.0, 2**31 - 1
 class _PackedParams(NamedTuple):
     """A sequence's sampling parameters in the kernel's format. Fields that depend on the batch are not set."""
 
-    record: bytes  # one `ROW_PARAMS_DTYPE` element
+    packed_record: bytes  # one `ROW_PARAMS_DTYPE` element
     depends_on_batch: bool  # True if some fields depend on the batch
     needs_tokens: bool
 
 
-def _pack(sampling: SequenceSampling) -> _PackedParams:
+def _pack_params(sampling: SequenceSampling) -> _PackedParams:
     params, row = sampling.params, np.zeros((), ROW_PARAMS_DTYPE)
     row["temperature"], row["rest"], row["typical_p"] = 1, _UNSET, _UNSET
     row["changed"] = row["listed"] = -1
@@ -71,8 +71,8 @@ class KernelSampler:
         sample_tokens: SampleTokens,
     ) -> None:
         self._sample_tokens = sample_tokens
-        packed = [sampling.cached("packed", _pack, sampling) for sampling in sequence_sampling]
-        table = np.frombuffer(bytearray().join([each.record for each in packed]), ROW_PARAMS_DTYPE)
+        packed = [sampling.cached("packed", _pack_params, sampling) for sampling in sequence_sampling]
+        table = np.frombuffer(bytearray().join([each.packed_record for each in packed]), ROW_PARAMS_DTYPE)
         np.minimum(table["top_k"], vocab_size, out=table["top_k"])
         np.minimum(table["num_alternatives"], vocab_size, out=table["num_alternatives"])
         self._num_alternatives: dict[int, int] = {}
@@ -88,7 +88,7 @@ class KernelSampler:
             if sampling.params.num_alternatives:
                 self._num_alternatives[number] = sampling.params.num_alternatives
         max_alternatives = min(max(self._num_alternatives.values(), default=0), vocab_size)
-        self._batch = self._send(table, len(self._num_alternatives), max_alternatives, torch.device(device))
+        self._batch = self._upload_batch(table, len(self._num_alternatives), max_alternatives, torch.device(device))
         self.needs_tokens = any(each.needs_tokens for each in packed)
 
     def __call__(self, logits: torch.Tensor, history: History | None, masks: TokenMasks | None = None) -> Sampled:
@@ -120,7 +120,7 @@ class KernelSampler:
         self._entries += entries
         return start, len(self._entries)
 
-    def _send(
+    def _upload_batch(
         self, table: npt.NDArray[Any], num_listed_rows: int, max_alternatives: int, device: torch.device
     ) -> SamplingBatch:
         upload = BatchedUpload(table.nbytes // 8 + len(table) + 2 * len(self._entries) + 4, device)

@@ -72,7 +72,7 @@ def keep_min_p(scores: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
     return scores.masked_fill_(probabilities < probabilities.amax(-1, keepdim=True) * min_p[:, None], NEG_INF)
 
 
-def keep_typical(scores: torch.Tensor, typical_p: torch.Tensor) -> torch.Tensor:
+def keep_typical_p(scores: torch.Tensor, typical_p: torch.Tensor) -> torch.Tensor:
     """Keep tokens whose information content is closest to the entropy, up to a total probability of `typical_p`.
 
     Distances are computed in float64 and then rounded, so that results do not depend on the device, batch size or
@@ -88,10 +88,10 @@ def keep_typical(scores: torch.Tensor, typical_p: torch.Tensor) -> torch.Tensor:
     return scores.masked_fill_(distance > last_kept, NEG_INF)
 
 
-def draw(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Return one sampled token per row: the first token whose cumulative probability exceeds `uniform` (float64)."""
+def draw_tokens(scores: torch.Tensor, uniform_samples: torch.Tensor) -> torch.Tensor:
+    """Return the first token per row whose cumulative probability exceeds `uniform_samples` (float64)."""
     summed = scores.softmax(-1).cumsum(-1, dtype=torch.float64)
-    drawn = (uniform * summed[:, -1])[:, None]
+    drawn = (uniform_samples * summed[:, -1])[:, None]
     return torch.searchsorted(summed, drawn, right=True).squeeze(-1).clamp(max=scores.shape[-1] - 1)
 
 

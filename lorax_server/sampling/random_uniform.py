@@ -12,7 +12,7 @@ _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 
 
-def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def draw_uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Return random numbers in [0, 1) for int64 seeds and positions, as float64 `[rows]`.
 
     The numbers have only 32 random bits, so that `uniform * total < total` in float64.
@@ -22,12 +22,12 @@ def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 class HostUniforms:
-    """Computes `uniforms` for fixed seeds in numpy, which is faster than torch for small batches."""
+    """Computes `draw_uniforms` for fixed seeds in numpy, which is faster than torch for small batches."""
 
     def __init__(self, seeds: Sequence[int]) -> None:
         self._mixed = _mix_unsigned(np.array(seeds, np.uint64) + np.uint64(_STEP + 2**64))
 
-    def at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    def draw_at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         steps = (positions + 1).astype(np.uint64) * np.uint64(_STEP + 2**64)
         numbers: npt.NDArray[np.float64] = (_mix_unsigned(self._mixed + steps) >> np.uint64(32)) / 2.0**32
         return numbers

@@ -53,7 +53,7 @@ class Sampler:
         self._batch_sampler: KernelSampler | GeneralSampler | None = None
         self._groups: list[_MethodGroup] = []
         if is_host(torch.device(device)):
-            self._groups = self._group_by_method(methods)
+            self._groups = self._group_rows_by_method(methods)
         elif ops.sample_tokens is not None and can_sample(sequence_sampling, vocab_size):
             self._batch_sampler = KernelSampler(sequence_sampling, vocab_size, device, ops.sample_tokens)
         else:
@@ -112,7 +112,7 @@ class Sampler:
             rows = slice(None) if len(raw) == len(group.rows) else torch.tensor(raw)
             sampled.logprobs[rows] = self._ops.gather_logprobs(logits[rows], sampled.token_ids[rows, None]).squeeze(-1)
 
-    def _group_by_method(self, methods: Sequence[_Method]) -> list[_MethodGroup]:
+    def _group_rows_by_method(self, methods: Sequence[_Method]) -> list[_MethodGroup]:
         """Return the rows of a CPU batch grouped by sampling method. Each group has its own sampler."""
         groups = []
         for method in dict.fromkeys(methods) or [_Method.GENERAL]:

@@ -59,15 +59,17 @@ class TopKSampler:
         numbered = () if masks is None else masks.to_op_args(len(logits))
         candidates = self._find_candidates(logits, numbered)
         with np.errstate(invalid="ignore", divide="ignore"):  # rows with NaN fall back to GeneralSampler below
-            kept = self._filter(candidates, self._sum_weights(logits, candidates, numbered))
-            token_ids, logprobs = self._draw(candidates, kept, history)
+            keep_mask = self._filter_candidates(candidates, self._sum_weights(logits, candidates, numbered))
+            token_ids, logprobs = self._draw_candidates(candidates, keep_mask, history)
         self._set_raw_logprobs(logits, token_ids, logprobs)
-        incomplete = np.flatnonzero(~self._is_complete(candidates, kept))
+        incomplete = np.flatnonzero(~self._is_complete(candidates, keep_mask))
         if len(incomplete):
             rows = torch.from_numpy(incomplete)
-            general = GeneralSampler([self._sequence_sampling[row] for row in incomplete.tolist()], self._vocab_size)
+            general_sampler = GeneralSampler(
+                [self._sequence_sampling[row] for row in incomplete.tolist()], self._vocab_size
+            )
             row_masks = None if masks is None else masks.select(rows, len(logits))
-            sampled = general(logits[rows], history.select(rows), row_masks)
+            sampled = general_sampler(logits[rows], history.select(rows), row_masks)
             token_ids[incomplete], logprobs[incomplete] = sampled.token_ids.numpy(), sampled.logprobs.numpy()
         return Sampled(torch.from_numpy(token_ids), torch.from_numpy(logprobs), None)
 
@@ -92,49 +94,51 @@ class TopKSampler:
             totals[self._top_p_rows] = np.exp(-logprobs[:, 0].astype(np.float64))
         return totals
 
-    def _filter(self, candidates: _Candidates, totals: Floats) -> Bools:
+    def _filter_candidates(self, candidates: _Candidates, totals: Floats) -> Bools:
         """Return a bool array `[rows, candidates]` that is True for candidates that top-k, top-p and min-p keep."""
         row_indices = np.arange(len(candidates.scores))
         worst = candidates.scores[row_indices, np.minimum(self._top_k, self._num_candidates) - 1]
-        kept: Bools = (candidates.scores >= worst[:, None]) | ~self._uses_k[:, None]
+        keep_mask: Bools = (candidates.scores >= worst[:, None]) | ~self._uses_k[:, None]
         if self._uses_p.any():
-            weights = candidates.weights * kept
+            weights = candidates.weights * keep_mask
             summed = weights.cumsum(-1)
             totals = np.where(self._uses_k, summed[:, -1], totals)
-            is_before = (summed - weights < (self._mass * totals)[:, None]) & kept
-            counts = np.where(self._uses_p, np.maximum(is_before.sum(-1), 1), kept.sum(-1))
-            kept = self._keep_best(candidates, kept, counts)
-        return kept & (candidates.weights >= self._min_p[:, None])
+            is_before = (summed - weights < (self._mass * totals)[:, None]) & keep_mask
+            counts = np.where(self._uses_p, np.maximum(is_before.sum(-1), 1), keep_mask.sum(-1))
+            keep_mask = self._keep_best(candidates, keep_mask, counts)
+        return keep_mask & (candidates.weights >= self._min_p[:, None])
 
-    def _keep_best(self, candidates: _Candidates, kept: Bools, counts: Ints) -> Bools:
-        """Return `kept`, reduced to the `counts` best tokens of each row. Ties favor higher token IDs."""
+    def _keep_best(self, candidates: _Candidates, keep_mask: Bools, counts: Ints) -> Bools:
+        """Return `keep_mask`, reduced to the `counts` best tokens of each row. Ties favor higher token IDs."""
         last = candidates.scores[np.arange(len(counts)), counts - 1][:, None]
-        kept = kept & (candidates.scores >= last)
-        for row in np.flatnonzero(kept.sum(-1) > counts):
+        keep_mask = keep_mask & (candidates.scores >= last)
+        for row in np.flatnonzero(keep_mask.sum(-1) > counts):
             equals = np.flatnonzero(candidates.scores[row] == last[row])
             by_id = equals[candidates.token_ids[row, equals].argsort()]
-            kept[row, by_id[: kept[row].sum() - counts[row]]] = False
-        return kept
+            keep_mask[row, by_id[: keep_mask[row].sum() - counts[row]]] = False
+        return keep_mask
 
-    def _is_complete(self, candidates: _Candidates, kept: Bools) -> Bools:
+    def _is_complete(self, candidates: _Candidates, keep_mask: Bools) -> Bools:
         """Return a bool array `[rows]` that is True for rows where no token outside the candidates could be kept."""
         complete: Bools = np.isfinite(candidates.scores[:, 0])
         if self._num_candidates < self._vocab_size:
-            worst = np.where(kept, candidates.scores, np.inf).min(-1)
+            worst = np.where(keep_mask, candidates.scores, np.inf).min(-1)
             is_last = (candidates.scores[:, -1] < worst) & (~self._uses_k | (self._top_k <= self._num_candidates))
             complete &= is_last | np.isneginf(candidates.scores[:, -1])  # all other tokens are masked
         return complete
 
-    def _draw(self, candidates: _Candidates, kept: Bools, history: History) -> tuple[Ints, npt.NDArray[np.float32]]:
+    def _draw_candidates(
+        self, candidates: _Candidates, keep_mask: Bools, history: History
+    ) -> tuple[Ints, npt.NDArray[np.float32]]:
         """Sample by inverse transform in vocabulary order. Return token IDs and log probabilities, both `[rows]`."""
-        row_indices = np.arange(len(kept))
-        width = int(np.flatnonzero(kept.any(0)).max(initial=0)) + 1
-        token_ids = np.where(kept, candidates.token_ids, self._vocab_size)[:, :width]
+        row_indices = np.arange(len(keep_mask))
+        width = int(np.flatnonzero(keep_mask.any(0)).max(initial=0)) + 1
+        token_ids = np.where(keep_mask, candidates.token_ids, self._vocab_size)[:, :width]
         order = token_ids.argsort(-1)
-        weights = np.take_along_axis(candidates.weights[:, :width] * kept[:, :width], order, -1)
+        weights = np.take_along_axis(candidates.weights[:, :width] * keep_mask[:, :width], order, -1)
         summed = weights.cumsum(-1)
-        shares = self._uniforms.at((history.lengths - history.prompt_lengths).numpy()) * summed[:, -1]
-        candidate_indices = np.minimum((summed <= shares[:, None]).sum(-1), np.maximum(kept.sum(-1), 1) - 1)
+        shares = self._uniforms.draw_at((history.lengths - history.prompt_lengths).numpy()) * summed[:, -1]
+        candidate_indices = np.minimum((summed <= shares[:, None]).sum(-1), np.maximum(keep_mask.sum(-1), 1) - 1)
         chosen = token_ids[row_indices, order[row_indices, candidate_indices]]
         return chosen, np.log(weights[row_indices, candidate_indices] / summed[:, -1]).astype(np.float32)
 

@@ -19,8 +19,15 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from lorax_server.errors import BusyError, OverloadedError
-from lorax_server.sandbox.task import ENVIRONMENT, SandboxTask, TaskError, TaskKilledError, TaskTimeError
-from lorax_server.sandbox.worker import CPU_TIME_SIGNAL, EXITS_AFTER_REPLY, OK, OUT_OF_MEMORY, read_frame, write_frame
+from lorax_server.sandbox.task import ENVIRONMENT_VARIABLES, SandboxTask, TaskError, TaskKilledError, TaskTimeoutError
+from lorax_server.sandbox.worker import (
+    CPU_TIME_SIGNAL,
+    LAST_REPLY,
+    OK_REPLY,
+    OUT_OF_MEMORY_REPLY,
+    read_frame,
+    write_frame,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +50,11 @@ class Sandbox:
         """Create the sandbox. Each worker imports the modules in `preload` before its first task."""
         self._num_workers = num_workers
         self._preload = preload
-        self._changed = threading.Condition()  # guards the fields below
+        self._condition = threading.Condition()  # guards the fields below
         self._queues: dict[str, deque[_Job]] = {}  # queued jobs by tenant, longest waiting tenant first
         self._num_pending: Counter[tuple[str, str]] = Counter()  # queued and running jobs, by function and tenant
         self._num_idle = 0
-        self._has_long = False  # True while a long task is running
+        self._has_long_task = False  # True while a long task is running
         self._is_closed = False
         self._processes: list[_WorkerProcess] = []
         self._threads: list[threading.Thread] = []
@@ -55,7 +62,7 @@ class Sandbox:
     def submit(self, task: SandboxTask, *args: Any, tenant: str = "") -> "Future[bytes]":
         """Queue a task and return its future, which fails with `TaskError`, `TaskKilledError` or `BusyError`."""
         job, key = _Job(task, args, tenant, Future()), (task.function, tenant)
-        with self._changed:
+        with self._condition:
             if self._is_closed:
                 raise BusyError(STOPPING_MESSAGE)
             if task.max_pending is not None and self._num_pending[key] >= task.max_pending:
@@ -66,7 +73,7 @@ class Sandbox:
                 self._start_thread()  # before the job is queued, because this may raise
             self._num_pending[key] += 1
             self._queues.setdefault(tenant, deque()).append(job)
-            self._changed.notify_all()
+            self._condition.notify_all()
         return job.future
 
     async def run(self, task: SandboxTask, *args: Any, tenant: str = "", timeout_s: float | None = None) -> bytes:
@@ -84,11 +91,11 @@ class Sandbox:
 
     def close(self) -> None:
         """Kill the workers. Tasks that are queued or running fail with `BusyError`."""
-        with self._changed:
+        with self._condition:
             self._is_closed = True
             jobs = [job for queue in self._queues.values() for job in queue]
             self._queues.clear()
-            self._changed.notify_all()
+            self._condition.notify_all()
         for job in jobs:
             if job.future.set_running_or_notify_cancel():
                 job.future.set_exception(BusyError(STOPPING_MESSAGE))
@@ -119,29 +126,29 @@ class Sandbox:
                 else:
                     job.future.set_result(reply)
                     del reply
-            with self._changed:
+            with self._condition:
                 self._num_pending -= Counter([(job.task.function, job.tenant)])
-                self._has_long = self._has_long and not job.task.is_long
-                self._changed.notify_all()
+                self._has_long_task = self._has_long_task and not job.task.is_long
+                self._condition.notify_all()
             del job  # free the task's arguments while waiting
         process.stop()
 
     def _next_job(self) -> _Job | None:
         """Wait for the next job and return it, or return None after `close`."""
-        with self._changed:
+        with self._condition:
             self._num_idle += 1
             try:
                 while not self._is_closed:
                     for tenant, queue in self._queues.items():
-                        if self._has_long and queue[0].task.is_long:
+                        if self._has_long_task and queue[0].task.is_long:
                             continue
                         job = queue.popleft()
                         del self._queues[tenant]
                         if queue:
                             self._queues[tenant] = queue  # the tenant goes to the end of the queue
-                        self._has_long |= job.task.is_long
+                        self._has_long_task |= job.task.is_long
                         return job
-                    self._changed.wait()
+                    self._condition.wait()
                 return None
             finally:
                 self._num_idle -= 1
@@ -180,12 +187,12 @@ class _WorkerProcess:
         except BaseException:  # otherwise the next task would read the rest of this reply
             self.stop()
             raise
-        kind, is_last, body = reply[:1], reply[1:2] == EXITS_AFTER_REPLY, reply[2:]
+        kind, is_last, body = reply[:1], reply[1:2] == LAST_REPLY, reply[2:]
         if is_last:
             self.stop()
-        if kind == OK:
+        if kind == OK_REPLY:
             return body
-        if kind == OUT_OF_MEMORY:
+        if kind == OUT_OF_MEMORY_REPLY:
             raise TaskKilledError(f"it needs more than {task.memory_bytes} bytes of memory")
         raise TaskError(body.decode(errors="replace"))
 
@@ -208,7 +215,7 @@ class _WorkerProcess:
         return None if process is None else process.wait()
 
     def _start(self) -> socket.socket:
-        environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+        environment = {name: os.environ[name] for name in ENVIRONMENT_VARIABLES if name in os.environ}
         try:
             self._connection, child_socket = socket.socketpair()
             command = (sys.executable, "-m", "lorax_server.sandbox.worker", str(child_socket.fileno()), *self._preload)
@@ -246,6 +253,6 @@ class _WorkerProcess:
         if self._is_closed:
             return BusyError(STOPPING_MESSAGE)
         if status == -CPU_TIME_SIGNAL:
-            return TaskTimeError(f"it takes longer than {task.cpu_s:g} s")
+            return TaskTimeoutError(f"it takes longer than {task.cpu_s:g} s")
         name = signal.Signals(-status).name if status is not None and status < 0 else f"status {status}"
         return TaskKilledError(f"it crashed its process ({name})")

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 # Environment variables that a worker inherits. Other variables may contain secrets.
-ENVIRONMENT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "LORAX_PROCESS_TUNING")
+ENVIRONMENT_VARIABLES = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "LORAX_PROCESS_TUNING")
 MAX_ERROR_CHARACTERS = 2000  # longer messages are truncated, because untrusted code may raise any error
 
 
@@ -29,5 +29,5 @@ class TaskKilledError(Exception):
     """Raised if a task crashes its worker or exceeds a limit."""
 
 
-class TaskTimeError(TaskKilledError):
+class TaskTimeoutError(TaskKilledError):
     """Raised if a task exceeds its CPU time."""

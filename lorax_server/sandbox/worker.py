@@ -24,8 +24,8 @@ from lorax_server.sandbox.task import MAX_ERROR_CHARACTERS, SandboxTask, TaskErr
 
 LENGTH_PREFIX = struct.Struct(">Q")
 PR_SET_PDEATHSIG = 1
-OK, ERROR, OUT_OF_MEMORY = b"o", b"e", b"m"
-EXITS_AFTER_REPLY = b"l"  # second reply byte if the worker exits after the reply
+OK_REPLY, ERROR_REPLY, OUT_OF_MEMORY_REPLY = b"o", b"e", b"m"
+LAST_REPLY = b"l"  # second reply byte if the worker exits after the reply
 CPU_TIME_SIGNAL = signal.SIGPROF  # sent when a task exceeds its CPU time; kills the worker
 MAX_RESIDENT_BYTES = 2**28  # a worker that uses more memory is replaced after its task
 
@@ -75,22 +75,22 @@ def run_task(task: SandboxTask, args: Sequence[Any]) -> bytes:
     _limit_memory(resource.RLIM_INFINITY)
     (reply,) = replies
     kind, body = reply[:1], reply[1:]
-    is_last = task.is_long or kind == OUT_OF_MEMORY or _used_bytes("VmRSS") > MAX_RESIDENT_BYTES
-    return kind + (EXITS_AFTER_REPLY if is_last else b" ") + body
+    is_last = task.is_long or kind == OUT_OF_MEMORY_REPLY or _used_bytes("VmRSS") > MAX_RESIDENT_BYTES
+    return kind + (LAST_REPLY if is_last else b" ") + body
 
 
 def _call(function: Callable[..., bytes], args: Sequence[Any]) -> bytes:
     try:
-        return OK + function(*args)
+        return OK_REPLY + function(*args)
     except MemoryError:
-        return OUT_OF_MEMORY
+        return OUT_OF_MEMORY_REPLY
     except TaskError as error:
         message = str(error)
     except RecursionError:
         message = "nested too deeply"
     except BaseException as error:  # including Rust panics
         message = f"{type(error).__name__}: {error}"
-    return ERROR + message[:MAX_ERROR_CHARACTERS].encode(errors="backslashreplace")
+    return ERROR_REPLY + message[:MAX_ERROR_CHARACTERS].encode(errors="backslashreplace")
 
 
 def _limit_memory(num_bytes: int) -> None:
@@ -124,7 +124,7 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for module in sys.argv[2:]:
         importlib.import_module(module)
-    write_frame(connection, OK)  # tells the parent that the worker is ready
+    write_frame(connection, OK_REPLY)  # tells the parent that the worker is ready
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)
     os.dup2(silence, 2)  # untrusted code must not write to the server's log
@@ -133,7 +133,7 @@ def main() -> None:
             task, args = pickle.loads(read_frame(connection, sys.maxsize))
             reply = run_task(task, args)
             write_frame(connection, reply)
-            if reply[1:2] == EXITS_AFTER_REPLY:
+            if reply[1:2] == LAST_REPLY:
                 break
 
 

@@ -52,7 +52,7 @@ class RegistryEntry(NamedTuple):
 class ReplicaLease(NamedTuple):
     """A replica's address, last applied change and time of last contact."""
 
-    confirmed: int  # version of the last change that the replica has applied
+    confirmed_version: int  # version of the last change that the replica has applied
     seen_at: float
     address: str
 
@@ -68,29 +68,29 @@ class ChangeRegistry:
         self._version = max((entry.version for entry in entries), default=0)
         self._save, self._clock = save, clock
         self._members: dict[str, ReplicaLease] = {}
-        self._news = asyncio.Condition()
+        self._condition = asyncio.Condition()
 
     def _entries_after(self, version: int) -> list[RegistryEntry]:
         return sorted(entry for entry in (*self._loads.values(), *self._unloads) if entry.version > version)
 
     # --- Replicas -----------------------------------------------------------------------------------------------------
 
-    async def join(self, replica: str, confirmed: int, address: str) -> list[RegistryEntry]:
+    async def join(self, replica: str, confirmed_version: int, address: str) -> list[RegistryEntry]:
         """Register a replica or renew its lease. Return the changes that it has not applied yet."""
-        self._members[replica] = ReplicaLease(confirmed, self._clock(), address)
+        self._members[replica] = ReplicaLease(confirmed_version, self._clock(), address)
         await self._notify()
-        return self._entries_after(confirmed)
+        return self._entries_after(confirmed_version)
 
-    async def poll(self, replica: str, confirmed: int, address: str) -> list[RegistryEntry]:
-        """Record that a replica has applied all changes up to `confirmed`. Wait for newer changes and return them.
+    async def poll(self, replica: str, confirmed_version: int, address: str) -> list[RegistryEntry]:
+        """Record that a replica has applied all changes up to `confirmed_version`, and wait for newer changes.
 
         Raise MissedUnloadError if the replica may have missed unloads that are no longer stored.
         """
-        if len(self._unloads) == MAX_UNLOADS and confirmed < self._unloads[0].version:
+        if len(self._unloads) == MAX_UNLOADS and confirmed_version < self._unloads[0].version:
             raise MissedUnloadError(f"replica {replica} is more than {MAX_UNLOADS} unloads behind")
-        await self.join(replica, confirmed, address)
-        await self._wait_until(lambda: self._version > confirmed)
-        return self._entries_after(confirmed)
+        await self.join(replica, confirmed_version, address)
+        await self._wait_until(lambda: self._version > confirmed_version)
+        return self._entries_after(confirmed_version)
 
     async def leave(self, replica: str) -> None:
         self._members.pop(replica, None)
@@ -106,16 +106,16 @@ class ChangeRegistry:
         return self._members
 
     async def _notify(self) -> None:
-        async with self._news:
-            self._news.notify_all()
+        async with self._condition:
+            self._condition.notify_all()
 
     async def _wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait up to `POLL_S` for a condition. The wait is limited because an expired lease does not trigger
         an event.
         """
         with suppress(TimeoutError):
-            async with asyncio.timeout(POLL_S), self._news:
-                await self._news.wait_for(condition)
+            async with asyncio.timeout(POLL_S), self._condition:
+                await self._condition.wait_for(condition)
 
     # --- Changes ------------------------------------------------------------------------------------------------------
 
@@ -133,8 +133,8 @@ class ChangeRegistry:
         self._save(json.dumps(self._entries_after(0)).encode())
         await self._notify()
         deadline = self._clock() + CONFIRM_TIMEOUT_S
-        while (late := self._find_late(entry.version)) and self._clock() < deadline:
-            await self._wait_until(lambda: not self._find_late(entry.version))
+        while (late := self._find_late_replicas(entry.version)) and self._clock() < deadline:
+            await self._wait_until(lambda: not self._find_late_replicas(entry.version))
         return late
 
     def _record_unload(self, entry: RegistryEntry) -> None:
@@ -150,8 +150,8 @@ class ChangeRegistry:
                 self._loads[key] = load._replace(change=load.change._replace(pin=None))
         self._unloads = [*self._unloads, entry][-MAX_UNLOADS:]
 
-    def _find_late(self, version: int) -> list[str]:
-        return [name for name, member in self._live_members().items() if member.confirmed < version]
+    def _find_late_replicas(self, version: int) -> list[str]:
+        return [name for name, member in self._live_members().items() if member.confirmed_version < version]
 
 
 class RegistryActor(ChangeRegistry):

@@ -52,7 +52,7 @@ RETRY_TIMEOUT_S = 10.0  # total time for attempts to forward a request
 RETRY_DELAY_S = 0.2  # before a second attempt on the same replica
 # Limit for buffered request bodies per ingress. It also applies to clients without a key: replicas check keys.
 MAX_BUFFERED_BYTES = 2**30
-PROBES = ("/", "/health", "/ping", "/startup")
+PROBE_PATHS = ("/", "/health", "/ping", "/startup")
 # Adapter errors that are retried on another replica, which may have the adapter or a token for it.
 ADAPTER_STATUS = 424
 # OpenAI error codes with status 404, 403 and 400.
@@ -66,12 +66,17 @@ SAMPLE_PATTERN = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?( .*)")  # a sample
 Headers = list[tuple[bytes, bytes]]
 
 # Connection headers, which are not forwarded.
-HOP_BY_HOP = frozenset(
+HOP_BY_HOP_HEADERS = frozenset(
     ("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
      "transfer-encoding", "upgrade")
 )  # fmt: skip
-NOT_FORWARDED = HOP_BY_HOP | {"content-length", CLIENT_HEADER, SECRET_HEADER}
-NOT_RETURNED = HOP_BY_HOP | {"date", "server", "x-request-id", CHANGE_HEADER}  # Ray's proxy adds the first three
+NOT_FORWARDED_HEADERS = HOP_BY_HOP_HEADERS | {"content-length", CLIENT_HEADER, SECRET_HEADER}
+NOT_RETURNED_HEADERS = HOP_BY_HOP_HEADERS | {
+    "date",
+    "server",
+    "x-request-id",
+    CHANGE_HEADER,
+}  # Ray's proxy adds the first three
 AUTOMATIC_HEADERS = ("accept", "accept-encoding", "content-type", "user-agent")  # aiohttp adds these by default
 EVENT_STREAM = "text/event-stream"
 EVENT_END = b"\n\n"
@@ -156,7 +161,7 @@ class Ingress:
         key = read_routing_key(path, body, self._base_names)
         tried, rejection, deadline = list[str](), None, time.monotonic() + RETRY_TIMEOUT_S
         while time.monotonic() < deadline:
-            async with self._choose(key, tried, path) as selection:
+            async with self._choose_replica(key, tried, path) as selection:
                 replica = selection.replica_id
                 if replica in tried:
                     if rejection is not None:
@@ -165,7 +170,9 @@ class Ingress:
                 try:
                     async with self._forward(selection.replica_metadata["address"], request, body) as response:
                         headers = [
-                            each for each in response.raw_headers if each[0].decode().lower() not in NOT_RETURNED
+                            each
+                            for each in response.raw_headers
+                            if each[0].decode().lower() not in NOT_RETURNED_HEADERS
                         ]
                         events = _read_events(response, path) if response.content_type == EVENT_STREAM else None
                         # The response starts after the first event: until then, it can be retried on another replica.
@@ -187,7 +194,7 @@ class Ingress:
         self, address: str, request: Request, body: bytearray
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         """Send a request to a replica. Exiting the context early closes the connection, which aborts the request."""
-        headers = CIMultiDict(pair for pair in request.headers.items() if pair[0].lower() not in NOT_FORWARDED)
+        headers = CIMultiDict(pair for pair in request.headers.items() if pair[0].lower() not in NOT_FORWARDED_HEADERS)
         headers[SECRET_HEADER] = self._secret
         headers[CLIENT_HEADER] = request.client.host if request.client else ""
         query = request.scope["query_string"].decode("latin-1")
@@ -211,10 +218,10 @@ class Ingress:
         )
 
     @asynccontextmanager
-    async def _choose(self, key: RoutingKey, tried: Sequence[str], path: str) -> AsyncIterator[Any]:
+    async def _choose_replica(self, key: RoutingKey, tried_replicas: Sequence[str], path: str) -> AsyncIterator[Any]:
         """Yield the chosen replica. The request counts toward Ray's queue length while the context is open."""
-        timeout_s = PROBE_CHOOSE_TIMEOUT_S if path in PROBES else CHOOSE_TIMEOUT_S
-        choosing = self._servers.choose_replica(tuple(key), list(tried))
+        timeout_s = PROBE_CHOOSE_TIMEOUT_S if path in PROBE_PATHS else CHOOSE_TIMEOUT_S
+        choosing = self._servers.choose_replica(tuple(key), list(tried_replicas))
         try:
             async with asyncio.timeout(timeout_s) as timer, choosing as selection:
                 timer.reschedule(None)

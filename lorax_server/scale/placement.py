@@ -17,7 +17,7 @@ UNPOPULAR_LOAD_RATIO, UNPOPULAR_EXTRA_REQUESTS = 1.15, 6
 POPULAR_LOAD_SHARE = 0.1  # popular adapters cause at least this share of one replica's mean load
 COPIES_PER_FILLED_REPLICA = 4  # copies of a popular adapter, per replica that its requests would fill
 WINDOW_REQUESTS = 20_000  # requests over which adapter shares are measured
-SENT_EXPIRY_S = 3.0  # when the replica's report should include the adapter of a request
+SENT_ADAPTER_EXPIRY_S = 3.0  # when the replica's report should include the adapter of a request
 HASH_MASK = 2**64 - 1
 
 
@@ -108,7 +108,7 @@ class ReplicaChooser:
         """Store a replica's report, and add the adapters of recent requests, which may not be in the report yet."""
         view = self.views[name]
         view.report = report
-        view.sent = {adapter: at for adapter, at in view.sent.items() if now - at < SENT_EXPIRY_S}
+        view.sent = {adapter: at for adapter, at in view.sent.items() if now - at < SENT_ADAPTER_EXPIRY_S}
         view.device = {*report.device, *view.sent} - report.broken
 
     def choose(self, key: RoutingKey, now: float, failed_replicas: Collection[str] = ()) -> str | None:
@@ -130,13 +130,13 @@ class ReplicaChooser:
         return view.name
 
     def is_popular(self, adapter: int) -> bool:
-        return self._replicas_filled(adapter) >= POPULAR_LOAD_SHARE
+        return self._count_filled_replicas(adapter) >= POPULAR_LOAD_SHARE
 
     def rank(self, adapter: int) -> list[str]:
         """Return all replica names in order of preference for an adapter."""
         return [view.name for view in _rank(self.views.values(), adapter)]
 
-    def _replicas_filled(self, adapter: int) -> float:
+    def _count_filled_replicas(self, adapter: int) -> float:
         """Return how many replicas the requests for an adapter would fill, if load is spread evenly."""
         return self._shares.share_of(adapter) * len(self.views)
 
@@ -147,7 +147,7 @@ class ReplicaChooser:
         if self.is_popular(adapter):
             if all(view.load > POPULAR_EXTRA_REQUESTS for view in loaded):
                 copies = _rank(candidates, adapter)[
-                    : math.ceil(self._replicas_filled(adapter) * COPIES_PER_FILLED_REPLICA)
+                    : math.ceil(self._count_filled_replicas(adapter) * COPIES_PER_FILLED_REPLICA)
                 ]
                 loaded += [view for view in copies if view not in loaded and adapter not in view.report.broken]
             loaded, max_load = _sort_by_load(loaded, key.prefix), bound

@@ -86,7 +86,7 @@ class ServerReplica:
         """Exit if the server process exits, so that Ray replaces the replica immediately."""
         while self._server.is_running:
             await asyncio.sleep(WATCH_INTERVAL_S)
-        logger.error("exiting because the server process has stopped: %s", self._server.last_log())
+        logger.error("exiting because the server process has stopped: %s", self._server.last_log_lines())
         os._exit(1)
 
     async def _apply_changes(self) -> None:

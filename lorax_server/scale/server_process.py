@@ -17,7 +17,7 @@ import aiohttp
 from lorax_server.errors import LoraxError
 from lorax_server.server.http.replica_protocol import SECRET_HEADER, AdapterChange
 
-KEPT_LOG_LINES = 20  # log lines shown if the server stops
+MAX_LOG_LINES = 20  # log lines shown if the server stops
 POLL_S = 0.1
 STOP_TIMEOUT_S = 15.0  # between SIGTERM and SIGKILL
 REQUEST_TIMEOUT_S = 30.0
@@ -40,7 +40,7 @@ class ServerProcess:
     def __init__(self, options: ServerOptions, host: str, secret: str) -> None:
         self.port = find_port(host)
         self.address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
-        self._log_lines: deque[str] = deque(maxlen=KEPT_LOG_LINES)
+        self._log_lines: deque[str] = deque(maxlen=MAX_LOG_LINES)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "lorax_server.scale.server_main"],
             stdin=subprocess.PIPE,
@@ -74,14 +74,14 @@ class ServerProcess:
         while True:
             if not self.is_running:
                 await asyncio.sleep(POLL_S)  # let the log thread read the last lines
-                raise ReplicaError(f"the replica's server could not start: {self.last_log()}")
+                raise ReplicaError(f"the replica's server could not start: {self.last_log_lines()}")
             try:
                 await self._request("GET", "/health")
                 return
             except (aiohttp.ClientError, ReplicaError):
                 await asyncio.sleep(POLL_S)
 
-    def last_log(self) -> str:
+    def last_log_lines(self) -> str:
         return "".join(self._log_lines).strip()[-2000:] or f"exit code {self._process.returncode}, without a message"
 
     async def stop(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from lorax_server.server.access.keys import HUB, Key
+from lorax_server.server.access.keys import HUB_SOURCE, Key
 from lorax_server.server.access.model_names import AdapterKey, ModelNames
 from lorax_server.server.adapter_name_index import IN_MEMORY_STAGES, MERGE_SOURCE
 from lorax_server.server.service import Service
@@ -59,11 +59,11 @@ async def list_page(service: Service, key: Key, query: PageQuery = PageQuery()) 
     entries = [] if query.after.startswith(HASH_CURSOR) else await _list_by_name(service, key, query)
     is_admin = key.is_admin or service.allows_local_admin
     if is_admin and len(entries) <= query.limit:
-        entries += _list_unlisted(service, query, query.limit + 1 - len(entries))
+        entries += _list_unlisted_adapters(service, query, query.limit + 1 - len(entries))
     page = entries[: query.limit]
     following = _make_cursor(page[-1], entries[query.limit]) if len(entries) > query.limit else None
     if query.after == NAME_CURSOR and query.also:
-        page += _list_additional(service, key, query.also, page)
+        page += _list_also_names(service, key, query.also, page)
     listed = await service.engine.list_adapters([entry.identity for entry in page if entry.identity])
     states, index, data = {state.identity: state for state in listed}, service.adapter_index, []
     for entry in page:
@@ -99,7 +99,7 @@ async def _list_by_name(service: Service, key: Key, query: PageQuery) -> list[_E
     return [_Entry(alias, name, service.adapter_index.latest_identity(name)) for alias, name in names]
 
 
-def _list_unlisted(service: Service, query: PageQuery, count: int) -> list[_Entry]:
+def _list_unlisted_adapters(service: Service, query: PageQuery, count: int) -> list[_Entry]:
     """Return up to `count` resolved adapters that have no listed name."""
     index, listed, text = service.adapter_index, service.model_names.snapshot.adapter_keys, query.search.casefold()
     start = query.after.removeprefix(HASH_CURSOR) if query.after.startswith(HASH_CURSOR) else ""
@@ -107,18 +107,18 @@ def _list_unlisted(service: Service, query: PageQuery, count: int) -> list[_Entr
     return [_Entry("", index.first_name(each), each, is_listed=False) for each in islice(others, count)]
 
 
-def _is_unlisted(names: Iterable[AdapterKey], listed: frozenset[AdapterKey], text: str) -> bool:
-    return not any(name in listed for name in names) and any(text in name.name.casefold() for name in names)
+def _is_unlisted(names: Iterable[AdapterKey], listed_keys: frozenset[AdapterKey], text: str) -> bool:
+    return not any(name in listed_keys for name in names) and any(text in name.name.casefold() for name in names)
 
 
-def _make_cursor(last: _Entry, following: _Entry) -> str:
+def _make_cursor(last_entry: _Entry, next_entry: _Entry) -> str:
     """Return the cursor for the next page."""
-    if following.is_listed:
-        return NAME_CURSOR + last.alias
-    return HASH_CURSOR + ("" if last.is_listed else last.identity)
+    if next_entry.is_listed:
+        return NAME_CURSOR + last_entry.alias
+    return HASH_CURSOR + ("" if last_entry.is_listed else last_entry.identity)
 
 
-def _list_additional(service: Service, key: Key, also: Sequence[str], page: Sequence[_Entry]) -> list[_Entry]:
+def _list_also_names(service: Service, key: Key, also: Sequence[str], page: Sequence[_Entry]) -> list[_Entry]:
     """Return the adapters in the `also` query parameter that the caller may use and that are not on the page.
 
     Unlisted adapters that require a token are omitted, because the caller may not have a valid token.
@@ -130,7 +130,7 @@ def _list_additional(service: Service, key: Key, also: Sequence[str], page: Sequ
         (name,), (allowed,) = selection.adapter_keys, selection.access_keys
         is_listed, is_on_page = selection.label in names.adapters, selection.label in aliases or name in others
         is_hidden = index.is_private(name) and not (is_listed or key.is_admin or service.allows_local_admin)
-        if not (is_on_page or is_hidden) and key.may_use(*allowed, names.default_source, name.source == HUB):
+        if not (is_on_page or is_hidden) and key.may_use(*allowed, names.default_source, name.source == HUB_SOURCE):
             entries[selection.label] = _Entry(selection.label, name, index.latest_identity(name), is_listed)
     return list(entries.values())
 

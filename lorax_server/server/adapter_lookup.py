@@ -13,7 +13,7 @@ from lorax_server.errors import (
     OverloadedError,
     SourceError,
 )
-from lorax_server.server.access.keys import HUB, Key
+from lorax_server.server.access.keys import HUB_SOURCE, Key
 from lorax_server.server.access.model_names import (
     AdapterKey,
     ModelSelection,
@@ -58,7 +58,7 @@ class AdapterLookup:
             self._key.check_may_use_base()
             return Resolved("")
         for ref, allowed in zip(selection.refs, selection.access_keys, strict=True):
-            await self.check_may_use(allowed, ref.source == HUB, selection.requested_source)
+            await self.check_may_use(allowed, ref.source == HUB_SOURCE, selection.requested_source)
         refs, adapters = [], []
         for ref, allowed in zip(selection.refs, selection.access_keys, strict=True):
             try:
@@ -143,7 +143,7 @@ class AdapterLookup:
             return ref, await engine.resolve([ref])
         except (AdapterAccessError, AdapterNotFoundError) as error:
             is_hidden = isinstance(error, AdapterNotFoundError)
-            if ref.token is not None or self._bearer is None or (is_hidden and ref.source != HUB):
+            if ref.token is not None or self._bearer is None or (is_hidden and ref.source != HUB_SOURCE):
                 raise
             ref = ref._replace(token=self._bearer)
             try:

@@ -54,7 +54,7 @@ TASK_NAMES = {
     TOKEN_CLASSIFY: "token classification",
     SCORE: "scores",
 }
-MAX_INPUTS_PER_TURN = 64
+MAX_INPUTS_PER_BATCH = 64
 POOLED_BYTES_PER_TOKEN = 64  # encoding 16 numbers takes about as long as encoding one token
 MAX_INLINE_TOKENS = 2000  # including alternatives; encoding fewer tokens is faster than a thread switch
 
@@ -280,7 +280,7 @@ class RequestContext:
         service, record = self.service, self.record
         stop, sampling = StopParams(max_new_tokens=1), SamplingParams()
         for index, each in enumerate(inputs):
-            if index % MAX_INPUTS_PER_TURN == 0:
+            if index % MAX_INPUTS_PER_BATCH == 0:
                 await asyncio.sleep(0)  # let other requests run
             request = Request(
                 service.engine.new_id(),
@@ -522,20 +522,20 @@ async def encode_prompt(
 
 
 def fit_stop_params(
-    service: Service, tokenizer: TextTokenizer, options: RequestOptions, num_ids: int, count_prefix: str = ""
+    service: Service, tokenizer: TextTokenizer, options: RequestOptions, num_prompt_tokens: int, count_prefix: str = ""
 ) -> StopParams:
-    """Return the stop parameters for a prompt with `num_ids` tokens. Raise if the prompt exceeds the context length."""
+    """Return the stop parameters for a prompt of this length. Raise if it exceeds the context length."""
     total, max_new_tokens = service.max_total_tokens, options.stop.max_new_tokens
     if options.may_clamp_max_new_tokens:
-        max_new_tokens = min(max_new_tokens, max(total - num_ids, 1))
-    elif num_ids + max_new_tokens > total:
+        max_new_tokens = min(max_new_tokens, max(total - num_prompt_tokens, 1))
+    elif num_prompt_tokens + max_new_tokens > total:
         raise ContextLengthError(
             f"`inputs` tokens + `max_new_tokens` must be <= {total}. "
-            f"Given: {count_prefix}{num_ids} `inputs` tokens and {max_new_tokens} `max_new_tokens`"
+            f"Given: {count_prefix}{num_prompt_tokens} `inputs` tokens and {max_new_tokens} `max_new_tokens`"
         )
-    if num_ids > service.max_input_length:
+    if num_prompt_tokens > service.max_input_length:
         raise ContextLengthError(
-            f"`inputs` must have less than {service.max_input_length} tokens. Given: {count_prefix}{num_ids}"
+            f"`inputs` must have less than {service.max_input_length} tokens. Given: {count_prefix}{num_prompt_tokens}"
         )
     eos_token_ids = service.defaults.eos_token_ids | tokenizer.eos_token_ids
     return replace(options.stop, max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids)

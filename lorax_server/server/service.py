@@ -38,7 +38,7 @@ FORWARDING_HEADERS = ("forwarded", "via", "x-forwarded-for", "x-real-ip")  # a p
 MAX_IDENTITIES_PER_QUERY = 1000  # identities in one query to the engine
 
 
-class Stoppable(Protocol):
+class StoppableRequest(Protocol):
     def stop(self, error: LoraxError) -> None: ...
 
 
@@ -56,8 +56,8 @@ class Service:
     adapter_index: AdapterNameIndex = field(default_factory=AdapterNameIndex)
     created: int = field(default_factory=lambda: int(time.time()))  # the `created` field of all models
     is_draining: bool = False
-    running: set[Stoppable] = field(default_factory=set)  # requests that `drain` may stop
-    _closing: AsyncExitStack = field(default_factory=AsyncExitStack)
+    running: set[StoppableRequest] = field(default_factory=set)  # requests that `drain` may stop
+    _exit_stack: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     def __post_init__(self) -> None:
         config, total = self.config, self.engine.info.max_length
@@ -111,7 +111,7 @@ class Service:
             await starting
             service = cls(config, engine, keys, names, tokenizers, defaults, tracer)
             await service._index_preloaded()
-            service._closing = closing.pop_all()
+            service._exit_stack = closing.pop_all()
         return service
 
     async def _index_preloaded(self) -> None:
@@ -134,17 +134,17 @@ class Service:
 
     def _stop_requests(self) -> None:
         for request in list(self.running):
-            request.stop(_shutting_down())
+            request.stop(_make_shutdown_error())
 
     async def close(self) -> None:
-        await self._closing.aclose()
+        await self._exit_stack.aclose()
 
     # --- Callers ------------------------------------------------------------------------------------------------------
 
     def identify(self, headers: Headers) -> Key:
         """Return the caller's key from the request headers. This runs before the body is read."""
         if self.is_draining:
-            raise _shutting_down()
+            raise _make_shutdown_error()
         return self.keys.identify(headers.get("authorization"))
 
     def check_admin(self, request: Request, action: str, adapter_id: str) -> Key:
@@ -203,7 +203,7 @@ def _log_tool_prompt(config: ServerConfig, template: str | None) -> None:
         )
 
 
-def _shutting_down() -> EngineError:
+def _make_shutdown_error() -> EngineError:
     # Another server may be running by the time of the retry.
     return EngineError("the server is shutting down", retry_after_s=SHUTDOWN_RETRY_S)
 

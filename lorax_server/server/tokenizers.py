@@ -51,7 +51,7 @@ class Tokenizers:
             DaemonThreads("adapter-long-texts", 1),
         )
         # The base model's template is trusted, so a slow render does not reject it (`reject_s=0`).
-        self._renderer = TemplateRenderer(self._sandbox, reject_s=0)
+        self._renderer = TemplateRenderer(self._sandbox, rejected_ttl_s=0)
         self._adapter_renderer = TemplateRenderer(self._sandbox)
 
     async def start(self) -> None:
@@ -154,10 +154,10 @@ class Tokenizers:
 
     async def _load(self, files: TokenizerFolder) -> TextTokenizer:
         # The search for a shared vocabulary only reads files, on its own threads, so slow tokenizers do not delay it.
-        shared = await self._file_threads.run(partial(self._adapters.load_shared, files))
+        shared = await self._file_threads.run(partial(self._adapters.load_shared_tokenizer, files))
         if shared is not None:
             return shared
-        return await self._adapter_threads.run(partial(self._adapters.load_own, files))
+        return await self._adapter_threads.run(partial(self._adapters.load_own_tokenizer, files))
 
 
 def _run_and_trim_malloc(work: Callable[[], _T]) -> _T:

@@ -24,7 +24,7 @@ MAX_RULES = 800
 
 # Strings, regexes, comments and special tokens hide rules and groups. They also match if the closing delimiter is
 # missing: such a grammar does not compile, and searching for the delimiter from each start takes quadratic time.
-LARK = re.compile(
+LARK_TOKEN_PATTERN = re.compile(
     r'(?P<hidden>"(?:\\.|[^"\\])*"?|(?:#|//)[^\n]*|/(?:\\.|[^/\\])*/?|<[^<>\s]+>)'
     r"|(?P<json>%json\s*)"
     r"|(?P<rule>^[ \t]*[!?_]*[A-Za-z][\w-]*[ \t]*[:\[{.]|[(\[])",
@@ -57,7 +57,7 @@ def from_json_schema(schema: Mapping[str, Any] | bool | str, whitespace: object 
             f"(got {str(whitespace)[:64]!r})"
         )
     options = {"whitespace_pattern": whitespace}
-    return _make(f"start: %json {json.dumps({**prepare_schema(schema), OPTIONS_KEY: options})}")
+    return _make_structure(f"start: %json {json.dumps({**prepare_schema(schema), OPTIONS_KEY: options})}")
 
 
 def prepare_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def prepare_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
         text = json.dumps({**schema}, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"the JSON schema cannot be written as JSON: {error}") from error
-    _check_size(text)
+    _check_grammar_size(text)
     check_depth(schema)
     # References in a subschema with its own `$id` do not start at the root.
     has_one_root = text.count('"$id"') == ("$id" in schema)
@@ -78,12 +78,12 @@ def from_regex(pattern: str) -> Structure:
 
     llguidance rejects more than 250 nested groups.
     """
-    _check_size(pattern)
+    _check_grammar_size(pattern)
     if not pattern:
         raise InputError("the regular expression is empty")
     from llguidance import regex_to_lark  # noqa: PLC0415 - only requests with a regex need the library in this process
 
-    return _make(f"start: /{regex_to_lark(pattern, use_ascii='dws')}/")
+    return _make_structure(f"start: /{regex_to_lark(pattern, use_ascii='dws')}/")
 
 
 def from_choices(choices: Sequence[str]) -> Structure:
@@ -92,17 +92,17 @@ def from_choices(choices: Sequence[str]) -> Structure:
         raise InputError("choices must be a list of at least one string")
     if len(choices) > MAX_CHOICES:
         raise InputError(f"there may be at most {MAX_CHOICES} choices (got {len(choices)})")
-    return _make("start: " + " | ".join(map(json.dumps, dict.fromkeys(choices))))
+    return _make_structure("start: " + " | ".join(map(json.dumps, dict.fromkeys(choices))))
 
 
 def from_grammar(text: str) -> Structure:
     """Return a user's grammar in llguidance's Lark dialect, or convert it from llama.cpp's GBNF (with `::=`)."""
-    _check_size(text)
+    _check_grammar_size(text)
     if not text.strip():
         raise InputError("the grammar is empty")
     grammar = _convert_gbnf(text) if "::=" in text else text
     _check_rules(grammar)
-    return _make(grammar)
+    return _make_structure(grammar)
 
 
 def _convert_gbnf(text: str) -> str:
@@ -127,7 +127,7 @@ def _convert_gbnf(text: str) -> str:
 def _check_rules(grammar: str) -> None:
     """Reject a Lark grammar with too many rules and groups, or with a JSON schema that is nested too deeply."""
     num_rules, position = 0, 0
-    while (found := LARK.search(grammar, position)) is not None:
+    while (found := LARK_TOKEN_PATTERN.search(grammar, position)) is not None:
         position = found.end()
         num_rules += found.lastgroup == "rule"
         if num_rules > MAX_RULES:
@@ -140,12 +140,12 @@ def _check_rules(grammar: str) -> None:
             check_depth(schema if isinstance(schema, Mapping) else {})
 
 
-def _make(grammar: str) -> Structure:
-    _check_size(grammar)
+def _make_structure(grammar: str) -> Structure:
+    _check_grammar_size(grammar)
     return Structure(grammar)
 
 
-def _check_size(text: str) -> None:
+def _check_grammar_size(text: str) -> None:
     if not isinstance(text, str):
         raise InputError(f"a pattern or grammar must be a string (got {type(text).__name__})")
     if len(text) > MAX_GRAMMAR_CHARACTERS:

@@ -35,7 +35,10 @@ from lorax_server.types import Request
 
 logger = logging.getLogger(__name__)
 
-MIN_GRAMMAR_BYTES, TOKEN_BYTES = 2**20, 2**11  # cache weight of a compiled grammar, and of each token it consumed
+MIN_GRAMMAR_BYTES, GRAMMAR_BYTES_PER_TOKEN = (
+    2**20,
+    2**11,
+)  # cache weight of a compiled grammar, and of each token it consumed
 MAX_SHARED_TOKENS = 2**13  # tokens that completions consume before their shared grammar is compiled again
 MAX_GPU_MASK_THREADS = 4
 MAX_GPU_FAST_FORWARD = 16  # completions; an H200 saves 8 % per token with 16 and loses 20 % with 64
@@ -65,7 +68,7 @@ class _GrammarRequest:
 
 
 class _MaskJob(NamedTuple):
-    completion: _GrammarRequest
+    grammar_request: _GrammarRequest
     state: GrammarState
     token_ids: Sequence[int]
 
@@ -74,10 +77,10 @@ class _CachedGrammar(NamedTuple):
     compiled: "Future[CompiledGrammar]"
     num_bytes: int  # measured by the trial compile
 
-    def estimated_bytes(self) -> int:
+    def estimate_bytes(self) -> int:
         """Return the estimated memory in bytes, which grows with the number of consumed tokens."""
         num_tokens = self.compiled.result().num_tokens if self.compiled.done() else 0
-        return self.num_bytes + MIN_GRAMMAR_BYTES + TOKEN_BYTES * num_tokens
+        return self.num_bytes + MIN_GRAMMAR_BYTES + GRAMMAR_BYTES_PER_TOKEN * num_tokens
 
 
 def _submit(thread: ThreadPoolExecutor, work: Callable[..., None], *args: object) -> None:
@@ -103,9 +106,9 @@ class StructuredOutput:
         self.max_fast_forward = max_fast_forward
         self._num_threads = num_threads
         self._vocabularies = VocabularyCache(build_base)
-        self._completions: dict[int, _GrammarRequest] = {}
-        self._changed = threading.Condition()  # guards the fields below
-        self._cache: LRUCache[_Key, _CachedGrammar] = LRUCache(GRAMMAR_CACHE_BYTES, _CachedGrammar.estimated_bytes)
+        self._grammar_requests: dict[int, _GrammarRequest] = {}
+        self._condition = threading.Condition()  # guards the fields below
+        self._cache: LRUCache[_Key, _CachedGrammar] = LRUCache(GRAMMAR_CACHE_BYTES, _CachedGrammar.estimate_bytes)
         self._results: deque[GrammarResult] = deque()
 
     @classmethod
@@ -120,7 +123,7 @@ class StructuredOutput:
         return cls(build_base, max(1, min(MAX_GPU_MASK_THREADS, count_cores() // 4)), MAX_GPU_FAST_FORWARD)
 
     def __contains__(self, request_id: int) -> bool:
-        return request_id in self._completions
+        return request_id in self._grammar_requests
 
     @property
     def has_events(self) -> bool:
@@ -143,13 +146,15 @@ class StructuredOutput:
         key = "" if request.vocabulary is None else request.vocabulary.digest, request.structure.grammar
         completion = _GrammarRequest(request, key, fast_forward_below)
         evicted = self._vocabularies.acquire(request.vocabulary, request.request_id, request.tenant)
-        self._completions[request.request_id] = completion
-        with self._changed:
+        self._grammar_requests[request.request_id] = completion
+        with self._condition:
             for stale in [other for other in self._cache if other[0] == evicted]:
                 del self._cache[stale]  # otherwise the vocabulary stays in memory
             cached = self._cache.get(key)
             if cached is None or (cached.compiled.done() and cached.compiled.result().num_tokens > MAX_SHARED_TOKENS):
-                cached = _CachedGrammar(self._threads.compile.submit(self._compile, key), request.structure.num_bytes)
+                cached = _CachedGrammar(
+                    self._threads.compile_thread.submit(self._compile, key), request.structure.num_bytes
+                )
                 self._store(key, cached)
         cached.compiled.add_done_callback(partial(self._start, request.request_id))
 
@@ -157,7 +162,7 @@ class StructuredOutput:
         results = []
         while self._results:
             results.append(self._results.popleft())
-        return [each for each in results if each.request_id in self._completions]
+        return [each for each in results if each.request_id in self._grammar_requests]
 
     def advance(self, tokens: Iterable[tuple[int, int]]) -> None:
         """Consume the sampled tokens of a step, given as (request ID, token ID), and start to compute the next masks.
@@ -167,7 +172,7 @@ class StructuredOutput:
         """
         batches: dict[Vocabulary, list[_MaskJob]] = {}
         for request_id, group in groupby(tokens, itemgetter(0)):
-            completion = self._completions.get(request_id)
+            completion = self._grammar_requests.get(request_id)
             state = None if completion is None else completion.state
             if completion is None or state is None:
                 continue  # the completion has failed
@@ -186,16 +191,16 @@ class StructuredOutput:
             if state.compiled.is_fast:
                 batches.setdefault(state.compiled.vocabulary, []).append(job)
             else:
-                _submit(self._threads.slow, self._consume, job)
+                _submit(self._threads.slow_thread, self._consume, job)
         for batch in batches.values():
-            _submit(self._threads.fast, self._consume_batch, batch)
+            _submit(self._threads.fast_thread, self._consume_batch, batch)
 
-    def end(self, request_id: int) -> None:
+    def finish(self, request_id: int) -> None:
         """Remove a request in any state."""
-        completion = self._completions.pop(request_id, None)
+        completion = self._grammar_requests.pop(request_id, None)
         if completion is not None:
             self._vocabularies.release(completion.key[0], request_id)
-            with self._changed:
+            with self._condition:
                 if (cached := self._cache.get(completion.key)) is not None:
                     self._store(completion.key, cached)  # update its weight
 
@@ -207,22 +212,22 @@ class StructuredOutput:
         Wait up to `wait_s` until all masks are ready. If no sequence can continue (no mask is ready and `num_unmasked`
         is 0), wait up to `blocked_wait_s` for the first mask.
         """
-        completions = [self._completions[request_id] for request_id in request_ids]
+        completions = [self._grammar_requests[request_id] for request_id in request_ids]
 
         def is_done(completion: _GrammarRequest) -> bool:
             return completion.state is not None or completion.has_failed
 
         wait_s = min(wait_s, threading.TIMEOUT_MAX)
-        with self._changed:
-            self._changed.wait_for(lambda: all(map(is_done, completions)), wait_s)
+        with self._condition:
+            self._condition.wait_for(lambda: all(map(is_done, completions)), wait_s)
             if completions and not num_unmasked and blocked_wait_s > wait_s:
-                self._changed.wait_for(lambda: any(map(is_done, completions)), blocked_wait_s - wait_s)
+                self._condition.wait_for(lambda: any(map(is_done, completions)), blocked_wait_s - wait_s)
             return {each.request.request_id: each.state for each in completions if each.state is not None}
 
     def close(self) -> None:
         if "_threads" in self.__dict__:
             self._threads.close()
-        self._completions.clear()
+        self._grammar_requests.clear()
         self._cache.clear()
 
     # --- Compiling ----------------------------------------------------------------------------------------------------
@@ -234,14 +239,14 @@ class StructuredOutput:
 
     def _compile(self, key: _Key) -> CompiledGrammar:
         """Compile a grammar on the compile thread, unless all requests with the grammar have finished."""
-        with self._changed:
-            if all(each.key != key for each in list(self._completions.values())):
+        with self._condition:
+            if all(each.key != key for each in list(self._grammar_requests.values())):
                 self._cache.pop(key, None)  # under the same lock, so a new request compiles the grammar again
                 raise EngineError("all requests with this grammar have finished")
         try:
             return CompiledGrammar(self._vocabularies.find(key[0]), key[1])
         except BaseException:  # including Rust panics
-            with self._changed:
+            with self._condition:
                 self._cache.pop(key, None)
             raise
 
@@ -254,7 +259,7 @@ class StructuredOutput:
         """Publish a completion's first mask. If `state` is set, restart it with the new grammar and publish its current
         mask.
         """
-        completion = self._completions.get(request_id)
+        completion = self._grammar_requests.get(request_id)
         if completion is None or compiled.cancelled():
             return
         try:
@@ -272,7 +277,7 @@ class StructuredOutput:
     @property
     def max_forced(self) -> int:
         """The maximum number of forced tokens that a completion consumes in one step."""
-        return MAX_FORCED_TOKENS if len(self._completions) <= self.max_fast_forward else 0
+        return MAX_FORCED_TOKENS if len(self._grammar_requests) <= self.max_fast_forward else 0
 
     def _consume_batch(self, batch: Sequence[_MaskJob]) -> None:
         """Consume the tokens of each completion in a batch of fast grammars that share a vocabulary."""
@@ -292,33 +297,33 @@ class StructuredOutput:
             for job in batch:
                 job.state.compiled.is_fast = False
         results = list(zip(batch, errors, strict=True))
-        self._publish([(job.completion, job.state) for job, error in results if error is None])
+        self._publish([(job.grammar_request, job.state) for job, error in results if error is None])
         for job, error in results:
             if error is not None:
                 self._recover(job, error)
 
     def _consume(self, job: _MaskJob) -> None:
-        if job.completion.request.request_id not in self:
+        if job.grammar_request.request.request_id not in self:
             return
         try:
             job.state.consume(job.token_ids, self.max_forced)
         except BaseException as error:  # including Rust panics
             self._recover(job, error)
         else:
-            self._publish([(job.completion, job.state)])
+            self._publish([(job.grammar_request, job.state)])
 
     def _recover(self, job: _MaskJob, error: BaseException) -> None:
         """Restart the grammar state after an error if other completions used up the shared limits. Otherwise, fail the
         request.
         """
         completion, state, _ = job
-        with self._changed:
+        with self._condition:
             self._cache.pop(completion.key, None)
         if completion.request.request_id not in self:
             return
         is_limit = isinstance(error, GrammarError) and not isinstance(error, SlowGrammarError)
         if is_limit and state.compiled.num_completions > 1:
-            compiled = self._threads.compile.submit(self._compile, completion.key)
+            compiled = self._threads.compile_thread.submit(self._compile, completion.key)
             compiled.add_done_callback(partial(self._start, completion.request.request_id, state=state))
         else:
             self._fail(completion, error)
@@ -326,13 +331,13 @@ class StructuredOutput:
     def _publish(self, ready: Sequence[tuple[_GrammarRequest, GrammarState]]) -> None:
         """Make the next masks available to the engine's thread."""
         has_events = False
-        with self._changed:
+        with self._condition:
             for completion, state in ready:
                 completion.state = state
                 if not completion.has_started:
                     completion.has_started = has_events = True
                     self._results.append(GrammarResult(completion.request.request_id))
-            self._changed.notify_all()
+            self._condition.notify_all()
         if has_events:
             self.on_event()
 
@@ -344,8 +349,8 @@ class StructuredOutput:
         else:
             logger.error("structured output failed", exc_info=error)
             reason = InputError(f"the grammar cannot be followed: {type(error).__name__}: {error}"[:400])
-        with self._changed:
+        with self._condition:
             completion.state, completion.has_failed = None, True
             self._results.append(GrammarResult(completion.request.request_id, reason))
-            self._changed.notify_all()
+            self._condition.notify_all()
         self.on_event()

@@ -21,12 +21,12 @@ class MaskThreads:
 
         os.environ["RUST_MIN_STACK"] = str(STACK_BYTES)  # read when the pool's threads start
         self.executor = LLExecutor(num_threads)
-        self.fast = start_thread("masks")
-        self.slow = start_thread("slow-masks")
-        self.compile = start_thread("grammar-compiler", COMPILE_NICENESS)
+        self.fast_thread = start_thread("masks")
+        self.slow_thread = start_thread("slow-masks")
+        self.compile_thread = start_thread("grammar-compiler", COMPILE_NICENESS)
 
     def close(self) -> None:
-        for thread in (self.fast, self.slow, self.compile):
+        for thread in (self.fast_thread, self.slow_thread, self.compile_thread):
             thread.shutdown(cancel_futures=True)
 
 

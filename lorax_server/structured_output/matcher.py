@@ -44,16 +44,16 @@ def compile_matcher(vocabulary: Vocabulary, grammar: str) -> "LLMatcher":
     from llguidance import LLMatcher  # noqa: PLC0415 - as above
 
     matcher = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=make_limits())
-    _check(matcher)
+    _check_matcher(matcher)
     return matcher
 
 
-def _check(matcher: "LLMatcher") -> None:
+def _check_matcher(matcher: "LLMatcher") -> None:
     if matcher.is_error():
-        raise GrammarError(_shorten(matcher.get_error()))
+        raise GrammarError(_shorten_error(matcher.get_error()))
 
 
-def _shorten(error: str) -> str:
+def _shorten_error(error: str) -> str:
     """Remove the parts of an llguidance error that repeat the grammar."""
     if error.startswith("NoExtension"):
         return NO_MATCH_MESSAGE
@@ -74,7 +74,7 @@ class CompiledGrammar:
         self.vocabulary = vocabulary
         self.matcher = compile_matcher(vocabulary, grammar)
         self.mask, self.may_end = _compute_mask(vocabulary, self.matcher)
-        _check(self.matcher)
+        _check_matcher(self.matcher)
         if not self.may_end and not self.mask.any():
             raise GrammarError(NO_MATCH_MESSAGE)
         self.num_completions = 0
@@ -187,7 +187,7 @@ class GrammarState:
 
     def finish(self, mask: TokenMask, may_end: bool) -> None:
         """Set the mask of the next token. Raise `GrammarError` if the matcher failed or no token is allowed."""
-        _check(self.matcher)
+        _check_matcher(self.matcher)
         self._set_mask(mask, may_end)
 
     def restart(self, compiled: CompiledGrammar) -> "GrammarState":

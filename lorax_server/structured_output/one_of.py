@@ -92,7 +92,7 @@ class _Rewriter:
             return False
         tag = self._resolve(properties.get(name)) or {}
         values = [tag["const"]] if "const" in tag else tag.get("enum")
-        if not isinstance(values, list) or not self._step(len(values) + len(required)) or name not in required:
+        if not isinstance(values, list) or not self._count_steps(len(values) + len(required)) or name not in required:
             return False
         tags |= {json.dumps(value) if isinstance(value, str | int | None) else INCOMPARABLE_TAG for value in values}
         return INCOMPARABLE_TAG not in tags
@@ -101,14 +101,14 @@ class _Rewriter:
         """Follow references within the schema. Return None if the target does not exist or the step limit is
         exceeded.
         """
-        is_allowed = self._step(1)
+        is_allowed = self._count_steps(1)
         while is_allowed and isinstance(schema, Mapping) and "$ref" in schema:
             names = split_reference(schema["$ref"])
-            is_allowed = names is not None and self._step(1 + len(names))
+            is_allowed = names is not None and self._count_steps(1 + len(names))
             schema = follow_path(names or (), self._root)
         return schema if is_allowed and isinstance(schema, Mapping) else None
 
-    def _step(self, count: int) -> bool:
+    def _count_steps(self, count: int) -> bool:
         """Add `count` steps. Return False if the maximum number of steps is exceeded."""
         self._steps_left -= count
         return self._steps_left >= 0

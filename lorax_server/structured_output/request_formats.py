@@ -15,14 +15,14 @@ FORMAT_READERS: Mapping[str, Callable[[Any], Structure]] = {
     "grammar": from_grammar,
 }
 GUIDED_FIELDS = {f"guided_{kind}": kind for kind in FORMAT_READERS}
-FIELDS = ("response_format", "structured_outputs", *GUIDED_FIELDS)
+FORMAT_FIELDS = ("response_format", "structured_outputs", *GUIDED_FIELDS)
 ANY_OBJECT_SCHEMA: Mapping[str, Any] = {"type": "object"}
 # vLLM settings that would change which text matches.
 UNSUPPORTED_SETTINGS = ("structural_tag", "disable_any_whitespace", "disable_additional_properties")
 
 
 def read_structure(fields: Mapping[str, Any]) -> Structure | None:
-    """Return the output format in a request's `FIELDS`, or None.
+    """Return the output format in a request's `FORMAT_FIELDS`, or None.
 
     This analyzes schemas, so call it on a thread, after the request is admitted.
     """

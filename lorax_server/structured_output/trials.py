@@ -11,7 +11,7 @@ from cachetools import TLRUCache
 
 from lorax_server.errors import InputError
 from lorax_server.sandbox.sandbox import Sandbox
-from lorax_server.sandbox.task import SandboxTask, TaskError, TaskKilledError, TaskTimeError
+from lorax_server.sandbox.task import SandboxTask, TaskError, TaskKilledError, TaskTimeoutError
 from lorax_server.types import Structure, TokenTable
 
 TRIAL_TASK = SandboxTask(
@@ -24,7 +24,7 @@ TRIAL_TASK = SandboxTask(
     max_pending=16,
 )
 MAX_CACHED_OUTCOMES = 4096  # grammars
-REJECTED_TTL_S = 60.0
+REJECTED_GRAMMAR_TTL_S = 60.0
 
 _Outcome = int | str  # size of the compiled grammar in bytes, or the reason why it is rejected
 
@@ -45,7 +45,7 @@ class GrammarTrials:
         digest = hashlib.sha256(f"{table.digest}\n{structure.grammar}".encode()).hexdigest()
         with self._lock:
             if (known := self._outcomes.get(digest)) is not None:
-                _settle(result, structure, known)
+                _settle_result(result, structure, known)
                 return result
             trial = self._running.get((digest, tenant))  # requests with the same new grammar share one trial
             if trial is None:
@@ -53,22 +53,22 @@ class GrammarTrials:
                 args = structure.grammar, len(table.lengths) // 4, special_tokens
                 trial = self._running[digest, tenant] = self._sandbox.submit(self._task, *args, tenant=tenant)
                 trial.add_done_callback(partial(self._remember, digest, tenant))
-        trial.add_done_callback(lambda trial: _settle(result, structure, self._read(trial)))
+        trial.add_done_callback(lambda trial: _settle_result(result, structure, self._read_outcome(trial)))
         return result
 
     def _remember(self, digest: str, tenant: str, trial: "Future[bytes]") -> None:
-        outcome = self._read(trial)
+        outcome = self._read_outcome(trial)
         with self._lock:
             del self._running[digest, tenant]
             if not isinstance(outcome, BaseException):
                 self._outcomes[digest] = outcome
 
-    def _read(self, trial: "Future[bytes]") -> _Outcome | BaseException:
+    def _read_outcome(self, trial: "Future[bytes]") -> _Outcome | BaseException:
         """Return the trial's outcome, or the error if the grammar did not cause it (for example, a busy sandbox)."""
         error = trial.exception()
         if error is None:
             return int(trial.result())
-        if isinstance(error, TaskTimeError):
+        if isinstance(error, TaskTimeoutError):
             return f"the grammar takes longer than {self._task.cpu_s:g} s to compile; simplify it"
         if isinstance(error, TaskKilledError):
             return "the grammar is too deep or too large to compile; simplify it"
@@ -76,10 +76,10 @@ class GrammarTrials:
 
 
 def _find_expiry(_digest: str, outcome: _Outcome, now: float) -> float:
-    return now + REJECTED_TTL_S if isinstance(outcome, str) else math.inf
+    return now + REJECTED_GRAMMAR_TTL_S if isinstance(outcome, str) else math.inf
 
 
-def _settle(result: "Future[Structure]", structure: Structure, outcome: _Outcome | BaseException) -> None:
+def _settle_result(result: "Future[Structure]", structure: Structure, outcome: _Outcome | BaseException) -> None:
     if not result.set_running_or_notify_cancel():
         return  # the caller has cancelled
     if isinstance(outcome, int):

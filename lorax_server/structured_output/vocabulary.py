@@ -123,7 +123,7 @@ class _CachedVocabulary:
     retry_at: float = 0.0
     tenants: dict[int, str] = field(default_factory=dict)  # by request
 
-    def check(self) -> None:
+    def check_failure(self) -> None:
         """Raise NotSupportedError if the last build failed and `retry_at` has not been reached."""
         if self.failure and time.monotonic() < self.retry_at:
             raise NotSupportedError(self.failure)
@@ -149,7 +149,7 @@ class VocabularyCache:
         digest = "" if table is None else table.digest
         entry = self._entries.get(digest)
         if entry is not None:
-            entry.check()
+            entry.check_failure()
         if table is not None:
             if entry is None or tenant not in entry.tenants.values():
                 self._check_tenant(tenant)
@@ -169,7 +169,7 @@ class VocabularyCache:
         entry = self._entries.get(digest)
         if entry is None:  # evicted after its request ended
             raise BusyError("the adapter's vocabulary was evicted; retry")
-        entry.check()
+        entry.check_failure()
         if entry.vocabulary is None:
             try:
                 if entry.table is None:

@@ -22,7 +22,7 @@ MAX_OWN_TOKENIZERS = 32  # other tokenizers; each may take tens of megabytes
 MAX_FAILURES = 1024
 FAILURE_TTL_S = 10.0  # a failure may be temporary
 MAX_REASON_CHARACTERS = 500  # errors may quote untrusted files
-FOLDER_PATTERN = re.compile(r"""(?<![^\s'"(=])/(?:[^\s/'":]+/)+""")  # the folders of an absolute path
+FOLDER_PATH_PATTERN = re.compile(r"""(?<![^\s'"(=])/(?:[^\s/'":]+/)+""")  # the folders of an absolute path
 logger = logging.getLogger(__name__)
 
 
@@ -53,8 +53,8 @@ class AdapterTokenizers:
         self._base_folder = base_folder
         self._sandbox = sandbox
         self._lock = threading.Lock()  # guards the fields below
-        self._shared: LRUCache[FolderKey, TextTokenizer] = LRUCache(MAX_SHARED_TOKENIZERS)
-        self._own: LRUCache[FolderKey, TextTokenizer] = LRUCache(MAX_OWN_TOKENIZERS)
+        self._shared_tokenizers: LRUCache[FolderKey, TextTokenizer] = LRUCache(MAX_SHARED_TOKENIZERS)
+        self._own_tokenizers: LRUCache[FolderKey, TextTokenizer] = LRUCache(MAX_OWN_TOKENIZERS)
         self._failures: TTLCache[FolderKey, str] = TTLCache(MAX_FAILURES, FAILURE_TTL_S, timer=clock)
 
     def find(self, adapter: Resolved) -> TextTokenizer:
@@ -64,18 +64,18 @@ class AdapterTokenizers:
         files = find_tokenizer_files(adapter)
         if files is None:
             return self._base
-        return self.get_cached(files) or self.load_shared(files) or self.load_own(files)
+        return self.get_cached(files) or self.load_shared_tokenizer(files) or self.load_own_tokenizer(files)
 
     def get_cached(self, files: TokenizerFolder) -> TextTokenizer | None:
         """Return the cached tokenizer, or None if it is not cached. Raise AdapterError for a cached failure."""
         with self._lock:
-            tokenizer = self._shared.get(files.key) or self._own.get(files.key)
+            tokenizer = self._shared_tokenizers.get(files.key) or self._own_tokenizers.get(files.key)
             failure = self._failures.get(files.key)
         if tokenizer is None and failure is not None:
             raise AdapterError(failure)
         return tokenizer
 
-    def load_shared(self, files: TokenizerFolder) -> TextTokenizer | None:
+    def load_shared_tokenizer(self, files: TokenizerFolder) -> TextTokenizer | None:
         """Return a tokenizer that shares the base model's vocabulary, or None if the vocabularies differ.
 
         This is fast, because only files are compared.
@@ -84,7 +84,7 @@ class AdapterTokenizers:
             tokenizer = share_base_tokenizer(files, self._base, self._base_folder)
         return None if tokenizer is None else self._store(files, tokenizer)
 
-    def load_own(self, files: TokenizerFolder) -> TextTokenizer:
+    def load_own_tokenizer(self, files: TokenizerFolder) -> TextTokenizer:
         """Load and return a tokenizer with its own vocabulary. This can be slow, depending on its regex patterns."""
         with self._caching_failures(files):
             tokenizer = load_own_tokenizer(files, self._base_folder, self._sandbox)
@@ -94,7 +94,9 @@ class AdapterTokenizers:
         size = sum(map(len, tokenizer.chat_templates.values()))
         shares = tokenizer.shares_vocabulary(self._base) and size <= MAX_SHARED_TEMPLATE_CHARACTERS
         with self._lock:
-            (self._shared if tokenizer is self._base or shares else self._own)[files.key] = tokenizer
+            (self._shared_tokenizers if tokenizer is self._base or shares else self._own_tokenizers)[files.key] = (
+                tokenizer
+            )
         return tokenizer
 
     @contextmanager
@@ -114,4 +116,4 @@ class AdapterTokenizers:
         for folder in (files.path, files.path.absolute(), self._base_folder, self._base_folder.absolute()):
             reason = reason.replace(f"{folder}/", "").replace(f"{folder}: ", "")
             reason = reason.replace(str(folder), folder.name) if folder.is_absolute() else reason
-        return FOLDER_PATTERN.sub("", reason)[:MAX_REASON_CHARACTERS]
+        return FOLDER_PATH_PATTERN.sub("", reason)[:MAX_REASON_CHARACTERS]

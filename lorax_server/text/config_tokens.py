@@ -6,7 +6,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 STANDARD_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def add_config_tokens(backend: Tokenizer, config: Mapping[str, Any]) -> dict[str, str]:
@@ -16,23 +16,23 @@ def add_config_tokens(backend: Tokenizer, config: Mapping[str, Any]) -> dict[str
     """
     added = read_added_tokens(config) or dict(sorted(backend.get_added_tokens_decoder().items()))
     named, tokens = _read_named_tokens(config), list(added.values())
-    names = {_content(token) for token in named.values()}
+    names = {_token_text(token) for token in named.values()}
     present = {token.content for token in (*backend.get_added_tokens_decoder().values(), *tokens)}
     for token in (*named.values(), *_read_extra_tokens(config)):
-        if _content(token) not in present:
-            present.add(_content(token))
+        if _token_text(token) not in present:
+            present.add(_token_text(token))
             tokens.append(AddedToken(token, special=True) if isinstance(token, str) else token)
     for token in tokens:
         token.special = token.special or token.content in names
     backend.add_tokens(tokens)
-    return {name: _content(token) for name, token in named.items()}
+    return {name: _token_text(token) for name, token in named.items()}
 
 
 def read_named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the named tokens: first standard tokens such as `bos_token`, then model-specific tokens such as
     `image_token`.
     """
-    return {name: _content(token) for name, token in _read_named_tokens(config).items()}
+    return {name: _token_text(token) for name, token in _read_named_tokens(config).items()}
 
 
 def read_added_tokens(config: Mapping[str, Any]) -> dict[int, AddedToken]:
@@ -69,11 +69,11 @@ def _to_token(name: str, value: object) -> str | AddedToken:
 def _to_added_token(name: str, value: object) -> AddedToken:
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):
         raise TypeError(f"{name} contains {str(value)[:64]!r}, which is not a token")
-    flags = {flag: value[flag] for flag in TOKEN_FLAGS if flag in value}
+    flags = {flag: value[flag] for flag in ADDED_TOKEN_FLAGS if flag in value}
     if not all(isinstance(flag, bool) for flag in flags.values()):
         raise TypeError(f"{name} contains a token whose flags are not true or false")
     return AddedToken(value["content"], **flags)
 
 
-def _content(token: str | AddedToken) -> str:
+def _token_text(token: str | AddedToken) -> str:
     return token if isinstance(token, str) else str(token.content)

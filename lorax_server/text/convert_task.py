@@ -28,15 +28,15 @@ SAMPLE_TEXTS = (
 )
 
 
-def convert(folder: Path, out: Path, config_path: Path | None) -> bytes:
-    """Write `tokenizer.json` and `converted.json` to `out`. Raise an error if the result differs from transformers.
+def convert(folder: Path, output_folder: Path, config_path: Path | None) -> bytes:
+    """Write `tokenizer.json` and `converted.json`. Raise an error if the result differs from transformers.
 
     The tokenizer class depends on the model's config.json, which is `config_path` if it is not in `folder`.
     """
     with suppress(ValueError, OSError):  # the system limit is lower
         resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILE_BYTES, MAX_FILE_BYTES))
     # Otherwise tiktoken writes a copy to its cache.
-    os.environ.update({"HOME": str(out), "TMPDIR": str(out), "TIKTOKEN_CACHE_DIR": ""})
+    os.environ.update({"HOME": str(output_folder), "TMPDIR": str(output_folder), "TIKTOKEN_CACHE_DIR": ""})
     from transformers import AutoConfig  # noqa: PLC0415 - in the sandbox only
 
     config = None if config_path is None else AutoConfig.from_pretrained(config_path)
@@ -46,10 +46,10 @@ def convert(folder: Path, out: Path, config_path: Path | None) -> bytes:
         raise TypeError(f"{type(loaded).__name__} is not based on `tokenizers`")
     backend.no_truncation()
     backend.no_padding()
-    backend.save(str(out / "tokenizer.json"))
+    backend.save(str(output_folder / "tokenizer.json"))
     metadata = {"special_tokens": loaded.special_tokens_map, "split_special_tokens": bool(loaded.split_special_tokens)}
-    (out / "converted.json").write_text(json.dumps(metadata))
-    _check(loaded, Tokenizer.from_file(str(out / "tokenizer.json")), metadata["split_special_tokens"])
+    (output_folder / "converted.json").write_text(json.dumps(metadata))
+    _check(loaded, Tokenizer.from_file(str(output_folder / "tokenizer.json")), metadata["split_special_tokens"])
     return b""
 
 
@@ -64,13 +64,13 @@ def _load(folder: Path, config: Any) -> Any:
         raise
 
 
-def _check(loaded: Any, written: Tokenizer, split_special_tokens: bool) -> None:
-    written.encode_special_tokens = split_special_tokens
-    texts = (*SAMPLE_TEXTS, *(f"a {token} b" for token in loaded.special_tokens_map.values()))
+def _check(original: Any, converted: Tokenizer, split_special_tokens: bool) -> None:
+    converted.encode_special_tokens = split_special_tokens
+    texts = (*SAMPLE_TEXTS, *(f"a {token} b" for token in original.special_tokens_map.values()))
     for text in texts:
         for special in (True, False):
-            expected = loaded(text, add_special_tokens=special)["input_ids"]
-            if written.encode(text, add_special_tokens=special).ids != expected:
+            expected = original(text, add_special_tokens=special)["input_ids"]
+            if converted.encode(text, add_special_tokens=special).ids != expected:
                 raise ValueError(
-                    f"{type(loaded).__name__} encodes this text differently than its `tokenizers` backend: {text!r}"
+                    f"{type(original).__name__} encodes this text differently than its `tokenizers` backend: {text!r}"
                 )

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from tokenizers import Tokenizer
 
-REPLACEMENT = "\ufffd"  # replaces invalid bytes
+REPLACEMENT_CHARACTER = "\ufffd"  # replaces invalid bytes
 CONTEXT_TOKENS = 6  # at the end of the prompt, for decoders that depend on adjacent tokens
 MAX_INCOMPLETE_BYTES = 3  # of a UTF-8 character
 MAX_HELD_TOKENS = MAX_INCOMPLETE_BYTES  # a token has at least one byte, so earlier text never changes
@@ -31,7 +31,7 @@ class Progress(NamedTuple):
 class Detokenizer(Protocol):
     """Decodes the token IDs of one tokenizer."""
 
-    _special: frozenset[int]
+    _special_ids: frozenset[int]
 
     def start(self, prompt_ids: Sequence[int]) -> tuple[int, int]:
         """Return the initial offsets for a prompt."""
@@ -49,7 +49,7 @@ class Detokenizer(Protocol):
         """Return a detokenizer that decodes these special tokens as text."""
 
     def is_special(self, token_id: int) -> bool:
-        return token_id in self._special
+        return token_id in self._special_ids
 
     def token_text(self, token_id: int) -> str:
         """Return the text of a single token, which may be a special token."""
@@ -89,11 +89,11 @@ def special_tokens(tokenizer: Any) -> dict[str, int]:
 # --- Tokenizers whose tokens are bytes -------------------------------------------------------------------------------
 
 
-class Scheme(NamedTuple):
+class ByteScheme(NamedTuple):
     """Rules to convert token names to bytes."""
 
     to_bytes: Callable[[str], bytes]
-    first: Callable[[bytes], bytes] = bytes  # removes the space that the encoder prepends
+    decode_first: Callable[[bytes], bytes] = bytes  # removes the space that the encoder prepends
 
 
 class ByteDetokenizer(Detokenizer):
@@ -102,18 +102,18 @@ class ByteDetokenizer(Detokenizer):
     Only the last three bytes decide whether a character is incomplete, so decoding can resume at any token.
     """
 
-    def __init__(self, name_of: Callable[[int], str | None], scheme: Scheme, special: frozenset[int]) -> None:
+    def __init__(self, name_of: Callable[[int], str | None], scheme: ByteScheme, special: frozenset[int]) -> None:
         self._name_of = name_of
         self._scheme = scheme
-        self._special = special
+        self._special_ids = special
         self._bytes_of = cache(self._read_bytes)
         self._text_of = cache(self._read_text)
 
     def with_visible_tokens(self, token_ids: Set[int]) -> "ByteDetokenizer":
-        return ByteDetokenizer(self._name_of, self._scheme, self._special - token_ids)
+        return ByteDetokenizer(self._name_of, self._scheme, self._special_ids - token_ids)
 
     def start(self, prompt_ids: Sequence[int]) -> tuple[int, int]:
-        return self._context(prompt_ids, len(prompt_ids)), len(prompt_ids)
+        return self._find_context_start(prompt_ids, len(prompt_ids)), len(prompt_ids)
 
     def advance(self, ids: Sequence[int], prefix_offset: int, read_offset: int) -> Progress:
         end = len(ids)
@@ -124,13 +124,13 @@ class ByteDetokenizer(Detokenizer):
         added = [text for token_id in ids[read_offset:] if (text := self._bytes_of(token_id))]
         if not added:  # scanning back over special tokens for each token would be quadratic
             return Progress("", prefix_offset, len(ids))
-        decoder, has_text = self._resume(ids, prefix_offset, read_offset)
+        decoder, has_text = self._resume_decoder(ids, prefix_offset, read_offset)
         if not has_text:
-            added[0] = self._scheme.first(added[0])
-        return Progress(decoder.decode(b"".join(added)), self._context(ids, len(ids)), len(ids))
+            added[0] = self._scheme.decode_first(added[0])
+        return Progress(decoder.decode(b"".join(added)), self._find_context_start(ids, len(ids)), len(ids))
 
     def pending(self, ids: Sequence[int], prefix_offset: int, read_offset: int) -> str:
-        decoder, _ = self._resume(ids, prefix_offset, read_offset)
+        decoder, _ = self._resume_decoder(ids, prefix_offset, read_offset)
         return decoder.decode(b"", final=True)
 
     def token_text(self, token_id: int) -> str:
@@ -141,14 +141,14 @@ class ByteDetokenizer(Detokenizer):
     def token_bytes(self, token_id: int) -> bytes:
         return super().token_bytes(token_id) if self.is_special(token_id) else self._bytes_of(token_id)
 
-    def _resume(self, ids: Sequence[int], prefix: int, read: int) -> tuple[codecs.IncrementalDecoder, bool]:
+    def _resume_decoder(self, ids: Sequence[int], prefix: int, read: int) -> tuple[codecs.IncrementalDecoder, bool]:
         """Return a decoder that has read the tokens before `read`, and True if these tokens contain text."""
         before = b"".join([self._bytes_of(token_id) for token_id in ids[prefix:read]])
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         decoder.decode(before[-MAX_INCOMPLETE_BYTES:])
         return decoder, bool(before)
 
-    def _context(self, ids: Sequence[int], end: int) -> int:
+    def _find_context_start(self, ids: Sequence[int], end: int) -> int:
         """Return the position of the first token that can be part of an incomplete character at `end`."""
         count = 0
         while end > 0 and count < MAX_INCOMPLETE_BYTES:
@@ -164,25 +164,25 @@ class ByteDetokenizer(Detokenizer):
             return ""
 
     def _read_bytes(self, token_id: int) -> bytes:
-        name = None if token_id in self._special else self._name_of(token_id)
+        name = None if token_id in self._special_ids else self._name_of(token_id)
         return b"" if name is None else self._scheme.to_bytes(name)
 
 
-def _detect_scheme(decoder: Any) -> Scheme | None:
+def _detect_scheme(decoder: Any) -> ByteScheme | None:
     """Return the token-to-bytes scheme for a `tokenizer.json` decoder, or None if the decoder is not supported."""
     steps = decoder["decoders"] if decoder and decoder["type"] == "Sequence" else [decoder]
     types = [step and step["type"] for step in steps]
     if types == ["ByteLevel"]:
-        return Scheme(_byte_level)
+        return ByteScheme(_decode_byte_level)
     if types == ["Metaspace"]:
         mark = steps[0]["replacement"]
         first = bytes if steps[0].get("prepend_scheme") == "never" else lambda text: text.replace(b" ", b"")
-        return Scheme(lambda name: name.replace(mark, " ").encode(), first)
+        return ByteScheme(lambda name: name.replace(mark, " ").encode(), first)
     if types[:3] == ["Replace", "ByteFallback", "Fuse"] and len(steps) <= 4 and all(map(_strips_space, steps[3:])):
         mark, content = steps[0]["pattern"].get("String"), steps[0]["content"]
         if mark:
             first = (lambda text: text.removeprefix(b" ")) if len(steps) == 4 else bytes
-            return Scheme(lambda name: _sentencepiece(name.replace(mark, content)), first)
+            return ByteScheme(lambda name: _decode_sentencepiece(name.replace(mark, content)), first)
     return None
 
 
@@ -190,26 +190,26 @@ def _strips_space(step: dict[str, Any]) -> bool:
     return step["type"] == "Strip" and (step["content"], step["start"], step["stop"]) == (" ", 1, 0)
 
 
-def _byte_level(name: str) -> bytes:
+def _decode_byte_level(name: str) -> bytes:
     try:
-        return bytes([_BYTE_OF[character] for character in name])
+        return bytes([_BYTE_BY_CHARACTER[character] for character in name])
     except KeyError:  # an added token, which is stored as text
         return name.encode()
 
 
-def _sentencepiece(name: str) -> bytes:
+def _decode_sentencepiece(name: str) -> bytes:
     byte = re.fullmatch("<0x([0-9A-Fa-f]{2})>", name)  # int() would also accept "<0x 1>"
     return bytes([int(byte[1], 16)]) if byte else name.encode()
 
 
-def _byte_names() -> dict[str, int]:
+def _make_byte_names() -> dict[str, int]:
     """Return the mapping from characters to bytes that byte-level tokenizers use in their token names."""
     visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     hidden = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
 
 
-_BYTE_OF = _byte_names()
+_BYTE_BY_CHARACTER = _make_byte_names()
 
 
 # --- Other tokenizers -------------------------------------------------------------------------------------------------
@@ -220,12 +220,12 @@ class WindowDetokenizer(Detokenizer):
 
     def __init__(self, decode: Callable[[list[int]], str], special: frozenset[int], vocabulary: frozenset[int]) -> None:
         self._decode = decode
-        self._special = special
+        self._special_ids = special
         self._vocabulary = vocabulary
         self._text_ids = vocabulary - special  # padded embedding rows have ids that are in neither set
 
     def with_visible_tokens(self, token_ids: Set[int]) -> "WindowDetokenizer":
-        return WindowDetokenizer(self._decode, self._special - token_ids, self._vocabulary)
+        return WindowDetokenizer(self._decode, self._special_ids - token_ids, self._vocabulary)
 
     def start(self, prompt_ids: Sequence[int]) -> tuple[int, int]:
         end = len(prompt_ids)
@@ -237,22 +237,22 @@ class WindowDetokenizer(Detokenizer):
         if not text_at:  # scanning back over special tokens for each token would be quadratic
             return Progress("", prefix_offset, len(ids))
         for end in (len(ids), *reversed(text_at[-MAX_HELD_TOKENS:])):
-            text = self._added(ids[prefix_offset:end], read_offset - prefix_offset)
-            if not text.endswith(REPLACEMENT):
+            text = self._decode_added_text(ids[prefix_offset:end], read_offset - prefix_offset)
+            if not text.endswith(REPLACEMENT_CHARACTER):
                 break
         return Progress(text, read_offset if text else prefix_offset, end)
 
     def pending(self, ids: Sequence[int], prefix_offset: int, read_offset: int) -> str:
-        return self._added(ids[prefix_offset:], read_offset - prefix_offset)
+        return self._decode_added_text(ids[prefix_offset:], read_offset - prefix_offset)
 
     def token_text(self, token_id: int) -> str:
         return self._decode([token_id]) if token_id in self._vocabulary else ""
 
-    def _added(self, window: Sequence[int], num_read: int) -> str:
+    def _decode_added_text(self, window: Sequence[int], num_read: int) -> str:
         """Return the text that the tokens in `window` add after the first `num_read` tokens."""
         before = self._decode([token_id for token_id in window[:num_read] if token_id in self._text_ids])
         after = self._decode([token_id for token_id in window if token_id in self._text_ids])
-        if before.endswith(REPLACEMENT):  # the prompt ended with an incomplete character
+        if before.endswith(REPLACEMENT_CHARACTER):  # the prompt ended with an incomplete character
             while not after.startswith(before):
                 before = before[:-1]
         return after[len(before) :]

@@ -8,12 +8,12 @@ from lorax_server.files.names import GENERATION_CONFIG_FILE, MODEL_CONFIG_FILE
 from lorax_server.files.tokenizer_folder import read_json
 
 # Supported settings and their types.
-SETTINGS: dict[str, tuple[type, ...]] = {
+SETTING_TYPES: dict[str, tuple[type, ...]] = {
     **{"do_sample": (bool,), "top_k": (int,), "max_new_tokens": (int,)},
     **dict.fromkeys(("temperature", "top_p", "min_p", "typical_p", "repetition_penalty"), (int, float)),
 }
 # The `eos_token_id` of model types whose config may omit it.
-DEFAULT_EOS = {"gpt2": 50256, "gpt_neox": 2, "llama": 2, "mistral": 2, "opt": 2}
+DEFAULT_EOS_TOKEN_IDS = {"gpt2": 50256, "gpt_neox": 2, "llama": 2, "mistral": 2, "opt": 2}
 
 
 class GenerationDefaults(NamedTuple):
@@ -34,12 +34,12 @@ def load_generation_defaults(folder: Path) -> GenerationDefaults:
     """Load the defaults from a model folder. Raise ConfigError if the file is invalid, instead of ignoring it."""
     path = folder / GENERATION_CONFIG_FILE
     generation = read_json(path) or {}
-    settings = {name: generation[name] for name in SETTINGS if generation.get(name) is not None}
+    settings = {name: generation[name] for name in SETTING_TYPES if generation.get(name) is not None}
     for name, value in settings.items():
-        if type(value) not in SETTINGS[name]:
+        if type(value) not in SETTING_TYPES[name]:
             raise ConfigError(f"{path}: {name} is {str(value)[:64]!r}")
     model = read_json(folder / MODEL_CONFIG_FILE) or {}
-    model_eos = model.get("eos_token_id", DEFAULT_EOS.get(str(model.get("model_type"))))
+    model_eos = model.get("eos_token_id", DEFAULT_EOS_TOKEN_IDS.get(str(model.get("model_type"))))
     eos = (*_read_ids(path, generation.get("eos_token_id")), *_read_ids(folder / MODEL_CONFIG_FILE, model_eos))
     return GenerationDefaults(frozenset(eos), **settings)
 

@@ -35,9 +35,9 @@ def _is_id(value: Any) -> bool:
     return hasattr(value, "__index__") and getattr(value, "ndim", 0) == 0
 
 
-def broadcast(values: Any, kind: type[_T], what: str, count: int) -> list[_T | None]:
+def broadcast(values: Any, kind: type[_T], label: str, count: int) -> list[_T | None]:
     """Return a list with one value per prompt, given a single value or a list."""
     listed = [values] * count if values is None or isinstance(values, kind) else list(values)
     if len(listed) != count:
-        raise InputError(f"{count} prompts, but {len(listed)} {what}")
+        raise InputError(f"{count} prompts, but {len(listed)} {label}")
     return listed

@@ -31,9 +31,9 @@ class GenerationTag(Extension):
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_enclosed"), [], [], body).set_lineno(line)
+        return nodes.CallBlock(self.call_method("_render_body"), [], [], body).set_lineno(line)
 
-    def _enclosed(self, caller: Macro) -> str:
+    def _render_body(self, caller: Macro) -> str:
         return str(caller())
 
 
@@ -56,7 +56,7 @@ class DictMaker:
 
 
 @cache
-def _environment() -> ImmutableSandboxedEnvironment:
+def _make_environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
@@ -128,7 +128,7 @@ def render(source: str, messages: Sequence[dict[str, Any]], variables: Mapping[s
 
 @lru_cache(MAX_COMPILED_TEMPLATES)
 def _compile(source: str) -> jinja2.Template:
-    return _environment().from_string(source)
+    return _make_environment().from_string(source)
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:

@@ -12,42 +12,42 @@ from tokenizers import Tokenizer, models
 from tokenizers.pre_tokenizers import ByteLevel
 
 MAX_COMPOSED_CHARACTERS = 4  # characters that NFC composes into one, for example U+1F82
-COMPOSED = ("NFC", "NFKC")
+COMPOSING_NORMALIZERS = ("NFC", "NFKC")
 LENGTH_PRESERVING_NORMALIZERS = ("Prepend", "ByteLevel")
 LENGTH_PRESERVING_SPLITTERS = ("ByteLevel", "Digits", "Metaspace")
 LENGTH_PRESERVING_PROCESSORS = ("ByteLevel", "RobertaProcessing", "BertProcessing")
-BYTE_LEVEL = "ByteLevel"
+BYTE_LEVEL_TYPE = "ByteLevel"
 
 
 def max_token_characters(backend: Tokenizer) -> int | None:
     """Return the maximum number of text characters per token, or None if it is not known."""
-    normalizers, splitters = list(_steps(backend.normalizer)), list(_steps(backend.pre_tokenizer))
+    normalizers, splitters = list(_list_steps(backend.normalizer)), list(_list_steps(backend.pre_tokenizer))
     shrinkage = 1
     for step in normalizers:
-        if step["type"] in COMPOSED:
+        if step["type"] in COMPOSING_NORMALIZERS:
             shrinkage *= MAX_COMPOSED_CHARACTERS
         elif not _keeps_length(step):
             return None
     is_bounded = (
         all(map(_keeps_characters, splitters))
-        and all(map(_keeps_text, _steps(backend.post_processor)))
+        and all(map(_keeps_text, _list_steps(backend.post_processor)))
         and not any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
-        and _has_all_bytes(backend.model, any(step["type"] == BYTE_LEVEL for step in (*normalizers, *splitters)))
+        and _has_all_bytes(backend.model, any(step["type"] == BYTE_LEVEL_TYPE for step in (*normalizers, *splitters)))
     )
     return shrinkage * max(map(len, backend.get_vocab()), default=1) if is_bounded else None
 
 
-def _steps(component: Any) -> Iterator[dict[str, Any]]:
+def _list_steps(component: Any) -> Iterator[dict[str, Any]]:
     """Yield a tokenizer component's steps, in `tokenizer.json` format."""
-    return _flatten(json.loads(component.__getstate__())) if component is not None else iter(())
+    return _flatten_step(json.loads(component.__getstate__())) if component is not None else iter(())
 
 
-def _flatten(step: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _flatten_step(step: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if step["type"] != "Sequence":
         yield step
         return
     for inner in next(value for key, value in step.items() if key != "type"):
-        yield from _flatten(inner)
+        yield from _flatten_step(inner)
 
 
 def _keeps_length(step: dict[str, Any]) -> bool:

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 from tokenizers import Encoding, Tokenizer
 
 from lorax_server.errors import ConfigError, InputError
-from lorax_server.files.adapter_files import MAX_TEMPLATE_BYTES, MAX_TEMPLATES, OTHER_VOCABULARIES, TOKENIZER_FILES
+from lorax_server.files.adapter_files import MAX_TEMPLATE_BYTES, MAX_TEMPLATES, OTHER_VOCABULARY_FILES, TOKENIZER_FILES
 from lorax_server.files.names import (
     ADDED_TOKENS_FILE,
-    GGUF_FILES_FILE,
+    GGUF_FILE_LIST,
     MODEL_CONFIG_FILE,
     SPECIAL_TOKENS_FILE,
     TEMPLATE_FILE,
@@ -35,10 +35,10 @@ from lorax_server.text.token_length import max_token_characters
 from lorax_server.text.token_table import make_token_table
 from lorax_server.types import TokenTable
 
-VOCABULARIES = (VOCABULARY_FILE, *OTHER_VOCABULARIES)
+VOCABULARY_FILES = (VOCABULARY_FILE, *OTHER_VOCABULARY_FILES)
 
 # Tokenizer classes that load `tokenizer.json` unchanged, and model types for which transformers uses these classes.
-PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+PLAIN_TOKENIZER_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 PLAIN_MODEL_TYPES = (
     *(None, "bert", "distilbert", "glm4", "gpt2", "gpt_neox", "gpt_oss", "granite", "granitemoe", "llama", "mistral"),
     *("mixtral", "mpnet", "olmo2", "olmoe", "opt", "qwen2_moe", "qwen3", "qwen3_moe", "roberta", "smollm3", "stablelm"),
@@ -46,7 +46,7 @@ PLAIN_MODEL_TYPES = (
 )
 UNSUPPORTED_SETTINGS = ("auto_map", "fast_tokenizer_files", "fix_mistral_regex", "gguf_file", "init_inputs")
 # transformers looks up this class name and calls its `from_pretrained`.
-CLASS_NAME = re.compile(r"\w+Tokenizer(Fast)?|TokenizersBackend|PythonBackend|SentencePieceBackend")
+CLASS_NAME_PATTERN = re.compile(r"\w+Tokenizer(Fast)?|TokenizersBackend|PythonBackend|SentencePieceBackend")
 # Settings that do not change tokenization.
 NON_TOKEN_SETTINGS = {
     *("chat_template", "model_max_length", "name_or_path", "pad_token", "padding_side", "truncation_side"),
@@ -147,7 +147,7 @@ class TextTokenizer:
             _reraise_critical(error)
             raise InputError(f"the text cannot be tokenized: {error}") from error
 
-    def pieces(self, text: str, add_special_tokens: bool = True) -> list[TokenSpan]:
+    def tokenize_with_spans(self, text: str, add_special_tokens: bool = True) -> list[TokenSpan]:
         (encoding,) = self._encode_batch([text], add_special_tokens, with_offsets=True)
         ids = encoding.ids  # unlike `tokens` and `offsets`, which hold the GIL for 0.3 s with a million tokens
         name_of = {token_id: self._backend.id_to_token(token_id) or "" for token_id in set(ids)}
@@ -161,7 +161,7 @@ class TextTokenizer:
         character start at the same position. Added special tokens have no length.
         """
         starts, end = [], 0
-        for piece in self.pieces(text, add_special_tokens):
+        for piece in self.tokenize_with_spans(text, add_special_tokens):
             starts.append(min(piece.start, end) if piece.start < piece.stop else end)
             end = max(end, piece.stop)
         return starts
@@ -234,7 +234,7 @@ def load_tokenizer(folder: Path, *, template_config: Path | None = None) -> Text
             raise ConfigError(f"{template_config}: the file does not exist")
         templates = _read_templates(TokenizerFolder(template_config.parent), other)
     with closing(Sandbox(1)) as sandbox:
-        return TextTokenizer(*_load(files, config, folder / MODEL_CONFIG_FILE, sandbox), templates)
+        return TextTokenizer(*_load_backend(files, config, folder / MODEL_CONFIG_FILE, sandbox), templates)
 
 
 def share_base_tokenizer(files: TokenizerFolder, base: TextTokenizer, base_folder: Path) -> TextTokenizer | None:
@@ -244,7 +244,7 @@ def share_base_tokenizer(files: TokenizerFolder, base: TextTokenizer, base_folde
     tokenizer. Return `base` if there is no difference.
     """
     config = files.read_json(TOKENIZER_CONFIG_FILE) or {}
-    if any(map(files.has, VOCABULARIES)) and not _has_same_tokens(files, config, TokenizerFolder(base_folder)):
+    if any(map(files.has, VOCABULARY_FILES)) and not _has_same_tokens(files, config, TokenizerFolder(base_folder)):
         return None
     templates = _read_templates(files, config)
     return base.with_overrides(_read_special_names(base, files, config), templates or base.chat_templates)
@@ -254,61 +254,61 @@ def load_own_tokenizer(files: TokenizerFolder, base_folder: Path, sandbox: Sandb
     """Load an adapter tokenizer with its own vocabulary. Tokenizing can be slow, depending on its regex patterns."""
     config = files.read_json(TOKENIZER_CONFIG_FILE) or {}
     templates = _read_templates(files, config)
-    backend, special_tokens = _load(files, config, base_folder / MODEL_CONFIG_FILE, sandbox)
+    backend, special_tokens = _load_backend(files, config, base_folder / MODEL_CONFIG_FILE, sandbox)
     if backend.decoder and b'"Regex":' in backend.decoder.__getstate__():  # decoding runs on the event loop
         path = files.path / VOCABULARY_FILE
         raise ConfigError(f"{path}: an adapter's decoder must not contain a regular expression")
     return TextTokenizer(backend, special_tokens, templates)
 
 
-def _load(
+def _load_backend(
     files: TokenizerFolder, config: Mapping[str, Any], model_config: Path, sandbox: Sandbox
 ) -> tuple[Tokenizer, dict[str, str]]:
     model_type = (read_json(model_config) or {}).get("model_type")
-    if _is_plain(files, config, model_type):
-        backend, special_tokens = _load_plain(files, config)
+    if _is_plain_tokenizer(files, config, model_type):
+        backend, special_tokens = _load_plain_tokenizer(files, config)
     else:
         _check_class(files, config)
-        backend, special_tokens = _convert(files, model_config, sandbox)
+        backend, special_tokens = _convert_tokenizer(files, model_config, sandbox)
     backend.no_truncation()
     backend.no_padding()
     return backend, special_tokens
 
 
-def _has_same_tokens(files: TokenizerFolder, config: Mapping[str, Any], other: TokenizerFolder) -> bool:
+def _has_same_tokens(files: TokenizerFolder, config: Mapping[str, Any], base_files: TokenizerFolder) -> bool:
     """Return True if the tokenizers in two folders produce the same tokens for any text."""
-    other_config = other.read_json(TOKENIZER_CONFIG_FILE) or {}
-    model_type = (read_json(other.path / MODEL_CONFIG_FILE) or {}).get("model_type")
+    other_config = base_files.read_json(TOKENIZER_CONFIG_FILE) or {}
+    model_type = (read_json(base_files.path / MODEL_CONFIG_FILE) or {}).get("model_type")
     keys = {*config, *other_config} - NON_TOKEN_SETTINGS
-    if _is_plain(files, config, model_type) and _is_plain(other, other_config, model_type):
+    if _is_plain_tokenizer(files, config, model_type) and _is_plain_tokenizer(base_files, other_config, model_type):
         keys = {key for key in keys if key in TOKEN_SETTINGS or key.endswith("_token")}
     if any(config.get(key) != other_config.get(key) for key in keys):
         return False
-    names = (*VOCABULARIES, SPECIAL_TOKENS_FILE, ADDED_TOKENS_FILE)
-    if any(files.has(name) != other.has(name) for name in names):
+    names = (*VOCABULARY_FILES, SPECIAL_TOKENS_FILE, ADDED_TOKENS_FILE)
+    if any(files.has(name) != base_files.has(name) for name in names):
         return False
-    return all(files.read(name) == other.read(name) for name in filter(files.has, names))
+    return all(files.read(name) == base_files.read(name) for name in filter(files.has, names))
 
 
 # --- Files that transformers loads unchanged --------------------------------------------------------------------------
 
 
-def _is_plain(files: TokenizerFolder, config: Mapping[str, Any], model_type: object) -> bool:
+def _is_plain_tokenizer(files: TokenizerFolder, config: Mapping[str, Any], model_type: object) -> bool:
     """Return True if this module can load the folder without transformers."""
-    if not files.is_restricted and files.has(GGUF_FILES_FILE):  # written by this server
+    if not files.is_restricted and files.has(GGUF_FILE_LIST):  # written by this server
         return True
     legacy = files.has(SPECIAL_TOKENS_FILE) or files.has(ADDED_TOKENS_FILE)
     return (
         files.has(VOCABULARY_FILE)
         and not files.has("tekken.json")
-        and config.get("tokenizer_class") in PLAIN_CLASSES
+        and config.get("tokenizer_class") in PLAIN_TOKENIZER_CLASSES
         and model_type in PLAIN_MODEL_TYPES
         and not any(key in config for key in UNSUPPORTED_SETTINGS)
         and ("added_tokens_decoder" in config or not legacy)
     )
 
 
-def _load_plain(files: TokenizerFolder, config: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, str]]:
+def _load_plain_tokenizer(files: TokenizerFolder, config: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, str]]:
     backend = _make_backend(files.path / VOCABULARY_FILE, files.read(VOCABULARY_FILE))
     try:
         special_tokens = add_config_tokens(backend, config)
@@ -344,15 +344,17 @@ def _read_special_names(base: TextTokenizer, files: TokenizerFolder, config: Map
 
 def _check_class(files: TokenizerFolder, config: Mapping[str, Any]) -> None:
     name = config.get("tokenizer_class")
-    if name is not None and not (isinstance(name, str) and CLASS_NAME.fullmatch(name)):
+    if name is not None and not (isinstance(name, str) and CLASS_NAME_PATTERN.fullmatch(name)):
         raise ConfigError(
             f"{files.path / TOKENIZER_CONFIG_FILE}: tokenizer_class {str(name)[:64]!r} is not a tokenizer class"
         )
     for file in filter(files.has, TOKENIZER_FILES):
-        files.check(file)
+        files.check_size(file)
 
 
-def _convert(files: TokenizerFolder, model_config: Path, sandbox: Sandbox) -> tuple[Tokenizer, dict[str, str]]:
+def _convert_tokenizer(
+    files: TokenizerFolder, model_config: Path, sandbox: Sandbox
+) -> tuple[Tokenizer, dict[str, str]]:
     """Convert a tokenizer with transformers. Return the tokenizer and its named special tokens.
 
     Adapter files are copied first, because transformers may read any file in the folder.

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from lorax_server.distributed import ProcessGroup, Shard
 from lorax_server.errors import ConfigError, WeightsError
 from lorax_server.files.model_files import find_checkpoint, find_truncation, read_index
-from lorax_server.files.names import GGUF_FILES_FILE, MODEL_CONFIG_FILE
+from lorax_server.files.names import GGUF_FILE_LIST, MODEL_CONFIG_FILE
 from lorax_server.gguf.architectures import map_tensors
 from lorax_server.gguf.container import read_gguf
 from lorax_server.gguf.model_folder import read_file_list
@@ -49,7 +49,7 @@ NOMIC_BERT_PARTS = (
 )
 FUSED_QKV, QKV_NAMES = ".attn.Wqkv.", ("q_proj", "k_proj", "v_proj")
 
-QUANTIZED_ELEMENTS = 2**22  # matrix elements to quantize at a time, to limit temporary memory
+QUANTIZE_CHUNK_ELEMENTS = 2**22  # matrix elements to quantize at a time, to limit temporary memory
 QUANTIZATION_BLOCK_SIZE = 32  # inputs per scale in matrices that are quantized here
 
 
@@ -159,7 +159,7 @@ class Weights:
                 raise ConfigError(
                     f"quantize = int{bits} is not supported: tensor {name!r} is stored as {stored.format}"
                 )
-            return self._place(matrix, stored.format)
+            return self._place_matrix(matrix, stored.format)
         return self.convert_matrix(matrix, min_bits)
 
     def get_expert_matrix(
@@ -227,9 +227,9 @@ class Weights:
         if self._quantize_bits is None or matrix.shape[1] % QUANTIZATION_BLOCK_SIZE:
             return self.convert(matrix)
         bits = max(self._quantize_bits, min_bits)
-        return self._place(self._quantize(matrix, bits), f"int{bits}")
+        return self._place_matrix(self._quantize(matrix, bits), f"int{bits}")
 
-    def _place(self, matrix: BlockMatrix, label: str) -> torch.Tensor | QuantizedMatrix:
+    def _place_matrix(self, matrix: BlockMatrix, label: str) -> torch.Tensor | QuantizedMatrix:
         """Return a matrix for the model's device. GPUs have no kernels for quantized matrices."""
         if not is_host(self.device):
             return self.convert(matrix.read())
@@ -240,7 +240,7 @@ class Weights:
         return matrix
 
     def _quantize(self, matrix: torch.Tensor, bits: int) -> BlockMatrix:
-        count = max(1, QUANTIZED_ELEMENTS // matrix.shape[1])
+        count = max(1, QUANTIZE_CHUNK_ELEMENTS // matrix.shape[1])
         rows = (each.to(self.dtype).contiguous() for each in matrix.split(count))
         return BlockMatrix.concat([quantize_blocks(each, bits, QUANTIZATION_BLOCK_SIZE) for each in rows])
 
@@ -316,7 +316,7 @@ class TensorRows:
 def open_weights(folder: Path, **placement: Unpack[Placement]) -> Weights:
     """Return the weights in a model folder, from GGUF files, safetensors files or, as a fallback, PyTorch files."""
     checkpoint = find_checkpoint(folder)
-    if checkpoint.name == GGUF_FILES_FILE:
+    if checkpoint.name == GGUF_FILE_LIST:
         return Weights(_open_gguf(folder), source=str(checkpoint), **placement)
     is_index = checkpoint.suffix == ".json"
     paths = read_index(checkpoint) if is_index else {}
@@ -374,7 +374,7 @@ def estimate_bytes(folder: Path, dtype: torch.dtype, device: torch.device, bits:
     `bits` is the number of bits that matrices are quantized to.
     """
     checkpoint = find_checkpoint(folder)
-    if checkpoint.name == GGUF_FILES_FILE:
+    if checkpoint.name == GGUF_FILE_LIST:
         if is_host(device):
             return sum(path.stat().st_size for path in read_file_list(folder))
         return sum(math.prod(tensor.shape) for tensor in _open_gguf(folder).values()) * dtype.itemsize

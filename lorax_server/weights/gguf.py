@@ -11,7 +11,7 @@ from lorax_server.errors import WeightsError
 from lorax_server.gguf.architectures import TensorSource
 from lorax_server.kernels import BlockMatrix
 
-READ_BYTES = 4 * 2**20  # rows are read and decoded in chunks of this size, to limit temporary memory
+READ_CHUNK_BYTES = 4 * 2**20  # rows are read and decoded in chunks of this size, to limit temporary memory
 FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Values of the non-linear 4-bit types IQ4_NL and IQ4_XS.
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -67,7 +67,7 @@ class GGUFTensor:
         """
         entry, total = self.source.entry, sum(stop - start for start, stop in ranges)
         row_bytes = entry.type.num_bytes if len(entry.shape) == 1 else entry.row_bytes
-        count, done = max(1, READ_BYTES // row_bytes), 0
+        count, done = max(1, READ_CHUNK_BYTES // row_bytes), 0
         outputs: list[torch.Tensor] = []
         with entry.path.open("rb") as file:
             for chunk in _split_ranges(ranges, count):

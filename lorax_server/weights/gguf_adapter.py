@@ -11,12 +11,18 @@ from safetensors.torch import save_file
 
 from lorax_server.errors import AdapterError, ConfigError
 from lorax_server.files.names import CONFIG_FILE, WEIGHTS_FILE
-from lorax_server.gguf.architectures import ARCHITECTURES, MISTRAL, GGUFArchitecture, TensorSource, map_tensor
+from lorax_server.gguf.architectures import (
+    ARCHITECTURES,
+    MISTRAL_ARCHITECTURE,
+    GGUFArchitecture,
+    TensorSource,
+    map_tensor,
+)
 from lorax_server.gguf.container import GGUFFile, TensorEntry, read_gguf
 from lorax_server.weights.gguf import FLOAT_DTYPES, GGUFTensor
 
-SUFFIXES = (".lora_a", ".lora_b")
-EMBEDDING = "token_embd.weight"
+FACTOR_SUFFIXES = (".lora_a", ".lora_b")
+EMBEDDING_TENSOR = "token_embd.weight"
 INVOCATION_KEY = "adapter.alora.invocation_tokens"  # activated LoRA, which applies to a part of the prompt
 
 
@@ -36,7 +42,7 @@ def convert_adapter(path: Path, base: Any, folder: Path) -> None:
         for target, source in map_tensor(file, arch, config, name, entry_b):
             module, lora_b = target.removesuffix(".weight"), _read(source)
             factors = {"lora_A.weight": lora_a, "lora_B.weight": lora_b}
-            if name == EMBEDDING:
+            if name == EMBEDDING_TENSOR:
                 factors = {"lora_embedding_A": lora_a.t().contiguous(), "lora_embedding_B": lora_b}
             tensors |= {f"base_model.model.{module}.{key}": value.clone() for key, value in factors.items()}
             ranks[module] = lora_b.shape[1]
@@ -54,7 +60,7 @@ def _check(file: GGUFFile, model_type: str) -> GGUFArchitecture:
     if kind != ("adapter", "lora"):
         raise AdapterError(f"{file.path}: not a LoRA adapter (general.type = {kind[0]!r}, adapter.type = {kind[1]!r})")
     name = file.require("general.architecture", str)
-    arch = MISTRAL if (name, model_type) == ("llama", "mistral") else ARCHITECTURES.get(name)
+    arch = MISTRAL_ARCHITECTURE if (name, model_type) == ("llama", "mistral") else ARCHITECTURES.get(name)
     if arch is None or arch.model_type != model_type:
         raise AdapterError(
             f"{file.path}: the adapter is for {name[:40]!r} models, but the base model is {model_type!r}"
@@ -68,17 +74,17 @@ def _check(file: GGUFFile, model_type: str) -> GGUFArchitecture:
 
 def _pair_factors(file: GGUFFile) -> dict[str, tuple[TensorEntry, TensorEntry]]:
     """Return a map from base model tensor name to LoRA A and B."""
-    names = {name.removesuffix(suffix) for name in file.tensors for suffix in SUFFIXES if name.endswith(suffix)}
-    others = set(file.tensors) - {f"{name}{suffix}" for name in names for suffix in SUFFIXES}
+    names = {name.removesuffix(suffix) for name in file.tensors for suffix in FACTOR_SUFFIXES if name.endswith(suffix)}
+    others = set(file.tensors) - {f"{name}{suffix}" for name in names for suffix in FACTOR_SUFFIXES}
     if others:
         raise AdapterError(f"{file.path}: tensor {min(others)!r} is not a LoRA factor, which is not supported")
     pairs = {}
     for name in sorted(names):
-        factors = [file.tensors.get(f"{name}{suffix}") for suffix in SUFFIXES]
+        factors = [file.tensors.get(f"{name}{suffix}") for suffix in FACTOR_SUFFIXES]
         a, b = factors
         if a is None or b is None or len(a.shape) != 2 or len(b.shape) != 2:
             raise AdapterError(f"{file.path}: tensor {name!r} does not have two LoRA factors")
-        rank = a.shape[1] if name == EMBEDDING else a.shape[0]
+        rank = a.shape[1] if name == EMBEDDING_TENSOR else a.shape[0]
         if rank != b.shape[1]:
             raise AdapterError(f"{file.path}: tensor {name!r} has LoRA factors of ranks {rank} and {b.shape[1]}")
         pairs[name] = a, b

@@ -2,9 +2,9 @@
 
 import torch
 
-BLOCK = 32
+BLOCK_SIZE = 32
 # All 16 values of a 4-bit float with two exponent bits and one mantissa bit.
-VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 EXPONENT_BIAS = 127
 
 
@@ -14,7 +14,7 @@ def dequantize_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor
     `blocks` is uint8 `[outputs, inputs / 32, 16]` with two values per byte, the lower four bits first. `scales` is
     uint8 `[outputs, inputs / 32]`.
     """
-    table = torch.tensor(VALUES, dtype=torch.float32, device=blocks.device)
+    table = torch.tensor(FP4_VALUES, dtype=torch.float32, device=blocks.device)
     pairs = torch.stack([table[(blocks & 15).int()], table[(blocks >> 4).int()]], dim=-1)
     exponents = scales.int()[..., None] - EXPONENT_BIAS
     return torch.ldexp(pairs.flatten(-2), exponents).bfloat16().flatten(1)

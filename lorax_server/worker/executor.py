@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from lorax_server.config import EngineConfig
-from lorax_server.distributed import join_group
+from lorax_server.distributed import join_process_group
 from lorax_server.errors import ConfigError, EngineError, LoraxError
 from lorax_server.phases import Phases
 from lorax_server.plan import Capabilities, Prepared, StepMasks, StepPlan, StepResult
@@ -167,7 +167,9 @@ def _build_rank_worker(config: EngineConfig, rank: int, rendezvous: str, phases:
     device = torch.device(config.model.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    return build_worker(config, join_group(rank, config.tensor_parallel, rendezvous, device, GROUP_TIMEOUT_S), phases)
+    return build_worker(
+        config, join_process_group(rank, config.tensor_parallel, rendezvous, device, GROUP_TIMEOUT_S), phases
+    )
 
 
 def _run_rank(config: EngineConfig, rank: int, rendezvous: str, connection: Connection) -> None:

@@ -21,9 +21,9 @@ from lorax_server.machine import (
     LARGE_GPU_BYTES,
     LARGE_GPU_DEFAULT_MAX_NUM_SEQS,
     MIN_GPU_ADAPTER_BYTES,
-    free_bytes,
-    machine_bytes,
-    resident_bytes,
+    free_memory_bytes,
+    resident_memory_bytes,
+    total_memory_bytes,
 )
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.models.pooled_model import PooledModel
@@ -101,7 +101,7 @@ def count_adapter_rows(num_bytes: int, num_targets: int) -> int:
 
 def adapter_host_bytes(config: EngineConfig) -> int:
     """Return the host memory for adapters per rank, in bytes. All ranks run on the same machine."""
-    return config.adapter_host_bytes or machine_bytes() // HOST_ADAPTER_DIVISOR // config.tensor_parallel
+    return config.adapter_host_bytes or total_memory_bytes() // HOST_ADAPTER_DIVISOR // config.tensor_parallel
 
 
 def model_bytes(model: PagedCausalLM | PooledModel) -> int:
@@ -184,7 +184,7 @@ def count_blocks(
     size, needed = block_bytes(model, config.block_size), sum(step_memory or ())
     max_blocks = -(-max_num_seqs * max_length // config.block_size)
     if is_host(model.device):
-        free = max(0, free_bytes() - GRAMMAR_CACHE_BYTES)
+        free = max(0, free_memory_bytes() - GRAMMAR_CACHE_BYTES)
         available = free // CPU_CACHE_DIVISOR if config.cache_bytes is None else config.cache_bytes
     else:
         usable, free = _get_free_gpu_bytes(config, model.device)
@@ -244,9 +244,9 @@ def report_memory(
     if is_lazy:
         rows.append(MemoryReportLine("compiled grammars", 0, GRAMMAR_CACHE_BYTES))
         rows.append(MemoryReportLine("adapters in host memory", 0, adapter_host_bytes(config), "--adapter-host-bytes"))
-        total = resident_bytes()
+        total = resident_memory_bytes()
         rows.append(MemoryReportLine("Python, torch and other libraries", total - sum(row.in_use for row in rows)))
-        rows.append(MemoryReportLine("resident memory of this process", total, machine_bytes()))
+        rows.append(MemoryReportLine("resident memory of this process", total, total_memory_bytes()))
     else:
         rows += [MemoryReportLine(name, num_bytes) for name, num_bytes in step_memory._asdict().items()]
         free, total = torch.cuda.mem_get_info(model.device)

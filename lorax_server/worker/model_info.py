@@ -56,5 +56,5 @@ def _rope_rule(model: PagedCausalLM) -> RopeRule:
         if isinstance(module, DynamicRotaryEmbedding):
             return RopeRule(module.max_positions, by_length=True)
         if isinstance(module, LongRotaryEmbedding):
-            return RopeRule(module.original)
+            return RopeRule(module.original_length)
     return RopeRule()

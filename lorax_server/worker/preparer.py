@@ -154,7 +154,7 @@ class Preparer:
         # Read all tensors now: a read error later would leave other ranks blocked in a collective.
         in_memory = _InMemoryAdapter(adapter)
         for i in recent:  # recently modified files may change again without a new timestamp
-            if stored[i].identify() != spec.checkpoints[i].identity:
+            if stored[i].compute_identity() != spec.checkpoints[i].identity:
                 raise AdapterError(f"adapter {stored[i].name!r}: files changed during loading; retry the request")
         return in_memory
 

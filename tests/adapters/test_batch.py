@@ -4,7 +4,7 @@ import torch
 from lorax_server.adapters.batch import AdapterArena, AdapterBatchData, AdapterBatchMetadata, find_segments
 from lorax_server.adapters.target import AdapterTarget, TargetKind
 from lorax_server.adapters.weights import ModuleWeights
-from lorax_server.distributed import FakeGroup, Shard, unsharded
+from lorax_server.distributed import FakeGroup, Shard, make_full_shard
 from lorax_server.kernels import Field, LoraTarget
 from tests.builders import CPU, adapter_batch
 from tests.lora import GivenAdapter, fill_arena
@@ -15,7 +15,9 @@ VOCAB = 7
 def make_target(name: str, kind: TargetKind, inputs: int, outputs: int, start: int = 0) -> AdapterTarget:
     shape = {TargetKind.EMBEDDING: (inputs, outputs), TargetKind.NORM: (outputs,)}.get(kind, (outputs, inputs))
     columns = slice(start, start + outputs)
-    return AdapterTarget(name, kind, unsharded(inputs), unsharded(outputs), columns, torch.ones(shape), None)
+    return AdapterTarget(
+        name, kind, make_full_shard(inputs), make_full_shard(outputs), columns, torch.ones(shape), None
+    )
 
 
 TARGETS = {
@@ -80,7 +82,7 @@ def test_lora_batch_contains_arena_and_segments(arena: AdapterArena) -> None:
 
 
 def test_target_features_are_sizes_of_local_shard(arena: AdapterArena) -> None:
-    target = AdapterTarget("x", TargetKind.LINEAR, Shard(8, ((4, 8),)), unsharded(6), slice(0, 6), None, None)
+    target = AdapterTarget("x", TargetKind.LINEAR, Shard(8, ((4, 8),)), make_full_shard(6), slice(0, 6), None, None)
     part = AdapterArena(arena.buffer, arena.table, arena.scales, arena.host_table, [], {"x": target})
     assert part.features.tolist() == [[4, 6]]
 

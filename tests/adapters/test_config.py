@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from lorax_server.adapters import patterns
 from lorax_server.adapters.config import AdapterConfig, check_base_model, parse_config
 from lorax_server.adapters.methods.fields import (
-    FIELDS,
+    FIELDS_BY_METHOD,
     MAX_INVOCATION_TOKENS,
     MAX_PATTERNS,
     NOT_WITH_INVOCATION,
@@ -32,8 +32,8 @@ from tests.parity.variants import VARIANTS
 BASE = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 12, "target_modules": ["q_proj"]}
 Q_PROJ = "model.layers.1.self_attn.q_proj"
 NAN, INF = math.nan, math.inf
-LORA = FIELDS[Method.LORA]
-SERVED_FIELDS, TRAINING_FIELDS, REFUSED_FIELDS = LORA.served, LORA.training, LORA.unsupported
+LORA = FIELDS_BY_METHOD[Method.LORA]
+SERVED_FIELDS, TRAINING_FIELDS, REFUSED_FIELDS = LORA.supported, LORA.training_only, LORA.unsupported
 
 
 def parse(**changes: Any) -> AdapterConfig:
@@ -215,10 +215,10 @@ CONFIGS: dict[Any, Method] = {
 def test_every_peft_field_is_classified() -> None:
     """If this fails with a new PEFT version, classify the new fields in `fields.py`."""
     for kind, method in CONFIGS.items():
-        known, names = FIELDS[method], {field.name for field in dataclasses.fields(kind)}
-        assert names - {"runtime_config"} <= known.served | known.training | set(known.unsupported)
-        assert not known.served & known.training
-        assert not (known.served | known.training) & set(known.unsupported)
+        known, names = FIELDS_BY_METHOD[method], {field.name for field in dataclasses.fields(kind)}
+        assert names - {"runtime_config"} <= known.supported | known.training_only | set(known.unsupported)
+        assert not known.supported & known.training_only
+        assert not (known.supported | known.training_only) & set(known.unsupported)
     fields = {field.name for field in dataclasses.fields(LoraConfig)}
     written = LoraConfig(r=8, task_type="CAUSAL_LM", target_modules=["q_proj"]).to_dict()
     assert {*written, "runtime_config"} == fields
@@ -394,7 +394,7 @@ def test_adapter_for_different_base_model_is_rejected(
 
 
 @pytest.mark.parametrize("task_type", ["SEQ_CLS", "TOKEN_CLS", "FEATURE_EXTRACTION"])
-def test_adapters_for_other_tasks_need_a_model_with_that_task(task_type: str) -> None:
+def test_adapter_for_different_task_is_rejected(task_type: str) -> None:
     config = parse_config(BASE | {"task_type": task_type}, "x")
     check_base_model(config, "llama", "LlamaForCausalLM", None, "classify")
     with pytest.raises(AdapterError, match=f"task_type = '{task_type}' is not supported; this server generates text"):

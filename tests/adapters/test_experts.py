@@ -49,7 +49,7 @@ def expert_fields(host: HostAdapter) -> dict[str, list[int]]:
     return {name: host.table[names.index(name)].tolist() for name in names if ".1.mlp.experts." in name}
 
 
-def test_gate_and_up_share_factor_a_of_one_parameter(tmp_path: Path) -> None:
+def test_gate_and_up_share_lora_a_of_fused_parameter(tmp_path: Path) -> None:
     gate, up, down = expert_fields(convert(write(tmp_path))).values()
     assert gate[Field.A] == up[Field.A] >= 0
     assert len({gate[Field.B], up[Field.B], down[Field.A], down[Field.B]}) == 4
@@ -57,7 +57,7 @@ def test_gate_and_up_share_factor_a_of_one_parameter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("per_expert", [False, True])
-def test_memory_is_the_sum_of_the_factors_at_their_ranks(tmp_path: Path, per_expert: bool) -> None:
+def test_memory_use_is_sum_of_factor_sizes(tmp_path: Path, per_expert: bool) -> None:
     folder = write(tmp_path, per_expert=per_expert, target_modules=[])
     host, targets = convert(folder), targets_of(BASE)
     adapter = open_adapter(folder, targets)
@@ -68,12 +68,12 @@ def test_memory_is_the_sum_of_the_factors_at_their_ranks(tmp_path: Path, per_exp
     assert stored - factors == (3 * (HIDDEN + EXPERTS) * LAYERS if per_expert else 0)  # the router
 
 
-def test_rank_of_each_matrix_is_its_own(tmp_path: Path) -> None:
+def test_each_matrix_has_its_own_rank(tmp_path: Path) -> None:
     host = convert(write(tmp_path, rank_pattern={"experts.down_proj": 7}))
     assert [fields[Field.RANK] for fields in expert_fields(host).values()] == [3, 3, 7]
 
 
-def test_ranks_hold_shards_of_each_expert(tmp_path: Path) -> None:
+def test_each_process_loads_its_shard_of_every_expert(tmp_path: Path) -> None:
     folder = write(tmp_path)
     whole, parts = convert(folder), [convert(folder, rank, 2) for rank in (0, 1)]
 
@@ -89,7 +89,7 @@ def test_ranks_hold_shards_of_each_expert(tmp_path: Path) -> None:
     assert torch.equal(torch.cat(down_a, -1), read(whole, "down_proj", Field.A, EXPERTS, 3, INNER))
 
 
-def test_scale_of_single_experts_with_rslora_is_the_trained_scale(tmp_path: Path) -> None:
+def test_rslora_scale_of_single_experts_matches_training(tmp_path: Path) -> None:
     folder = write(tmp_path, per_expert=True, use_rslora=True, lora_alpha=6)
     host, names = convert(folder), list(targets_of(BASE))
     scales = [float(host.scales[names.index(name)]) for name in expert_fields(host)]
@@ -156,7 +156,7 @@ def test_inconsistent_experts_are_rejected(tmp_path: Path, per_expert: bool, dam
         open_adapter(folder, targets_of(BASE))
 
 
-def test_adapters_on_experts_cannot_be_merged(tmp_path: Path) -> None:
+def test_merge_of_expert_adapters_is_rejected(tmp_path: Path) -> None:
     adapter = open_adapter(write(tmp_path), targets_of(BASE))
     with pytest.raises(InputError, match="it contains more than LoRA factors"):
         MergedAdapter([adapter, adapter], Merge(weights=(0.5, 0.5), strategy="linear"))

@@ -12,7 +12,7 @@ from lorax_server.adapters import host as host_module
 from lorax_server.adapters.host import UNIT_BYTES, HostAdapter, check_ranks, empty_table, prepare
 from lorax_server.adapters.target import AdapterTarget, TargetKind
 from lorax_server.adapters.weights import ModuleWeights
-from lorax_server.distributed import FakeGroup, ProcessGroup, shard_evenly, shard_vocab, unsharded
+from lorax_server.distributed import FakeGroup, ProcessGroup, make_full_shard, shard_evenly, shard_vocab
 from lorax_server.errors import AdapterError
 from lorax_server.kernels import NUM_OFFSETS, Field
 from lorax_server.layers.linear import TensorParallelAdapterRowLinear
@@ -39,13 +39,19 @@ def make_target(kind: TargetKind, group: ProcessGroup = ALONE, dtype: torch.dtyp
     shard = shard_vocab(group, VOCAB)
     weight, columns = shard.select(BASE, 0).to(dtype), slice(0, shard.size)
     if kind is TargetKind.EMBEDDING:
-        return AdapterTarget("x", kind, shard, unsharded(SIZE), slice(0, SIZE), weight, None, group.rank() == 0)
+        return AdapterTarget("x", kind, shard, make_full_shard(SIZE), slice(0, SIZE), weight, None, group.rank() == 0)
     if kind is TargetKind.NORM:
         return AdapterTarget(
-            "x", kind, unsharded(SIZE), unsharded(SIZE), slice(0, SIZE), BASE[0].to(dtype), BASE[1].to(dtype)
+            "x",
+            kind,
+            make_full_shard(SIZE),
+            make_full_shard(SIZE),
+            slice(0, SIZE),
+            BASE[0].to(dtype),
+            BASE[1].to(dtype),
         )
     bias = shard.select(BIAS, 0).to(dtype) if kind is TargetKind.LINEAR else None
-    return AdapterTarget("x", kind, unsharded(SIZE), shard, columns, weight, bias)
+    return AdapterTarget("x", kind, make_full_shard(SIZE), shard, columns, weight, bias)
 
 
 def factors(kind: TargetKind, vocab_size: int = VOCAB, *, dora: bool = False) -> ModuleWeights:
@@ -374,7 +380,7 @@ def test_row_ids_are_exact_in_half_precision(dtype: torch.dtype) -> None:
     """Use token IDs whose bits are infinity, NaN or subnormal as a float."""
     ids = [1, 31744, 31745, 32385, 32640, 32641, 65408, 65535, 98689]
     target = AdapterTarget(
-        "x", TargetKind.HEAD, unsharded(1), unsharded(99000), slice(0, 99000), torch.zeros(99000, 1), None
+        "x", TargetKind.HEAD, make_full_shard(1), make_full_shard(99000), slice(0, 99000), torch.zeros(99000, 1), None
     )
     adapter = GivenAdapter({"x": ModuleWeights(token_ids=tuple(ids), token_rows=torch.ones(len(ids), 1))}, 99000)
     arena = fill_arena({"x": target}, [adapter], CPU, ALONE, dtype)

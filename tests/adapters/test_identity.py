@@ -11,7 +11,7 @@ import torch
 from lorax_server.adapters import identity
 from lorax_server.adapters.checkpoint import read_header
 from lorax_server.adapters.config import parse_config
-from lorax_server.adapters.identity import CHUNK_BYTES, identify
+from lorax_server.adapters.identity import CHUNK_BYTES, compute_identity
 from lorax_server.errors import AdapterError
 from tests.adapters.test_checkpoint import entry, file_bytes, write_tensors
 
@@ -29,7 +29,7 @@ def identity_of(
     path: Path, tensors: Mapping[str, torch.Tensor] = TENSORS, metadata: Any = None, name: str = "x", **changes: Any
 ) -> str:
     write_tensors(path, tensors, metadata)
-    return identify(parse_config(RAW | changes, name), path, read_header(path, name))
+    return compute_identity(parse_config(RAW | changes, name), path, read_header(path, name))
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_identity_is_independent_of_thread_count(num_threads: int, path: Path, m
     header = read_header(path, "x")
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(AdapterError, match=r"adapter 'x': .* was truncated"):
-        identify(parse_config(RAW, "x"), path, header)
+        compute_identity(parse_config(RAW, "x"), path, header)
 
 
 def test_identity_depends_on_every_byte(path: Path) -> None:
@@ -112,7 +112,7 @@ def test_identity_depends_on_every_byte(path: Path) -> None:
     header = read_header(path, "x")
     for at in range(min(info.start for info in header.values()), len(content)):
         path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-        seen.add(identify(parse_config(RAW, "x"), path, header))
+        seen.add(compute_identity(parse_config(RAW, "x"), path, header))
     assert len(seen) == 1 + 6 * 4 + 4 * 2
 
 
@@ -122,7 +122,7 @@ def test_truncated_file_is_rejected(kept: int, path: Path) -> None:
     header = read_header(path, "x")
     path.write_bytes(path.read_bytes()[:kept])
     with pytest.raises(AdapterError, match=r"adapter 'x': .* was truncated"):
-        identify(parse_config(RAW, "x"), path, header)
+        compute_identity(parse_config(RAW, "x"), path, header)
 
 
 def test_removed_file_is_rejected(path: Path) -> None:
@@ -130,7 +130,7 @@ def test_removed_file_is_rejected(path: Path) -> None:
     header = read_header(path, "x")
     path.unlink()
     with pytest.raises(AdapterError, match="adapter 'x'"):
-        identify(parse_config(RAW, "x"), path, header)
+        compute_identity(parse_config(RAW, "x"), path, header)
 
 
 def test_identity_of_large_file_uses_little_memory(path: Path) -> None:
@@ -140,7 +140,7 @@ def test_identity_of_large_file_uses_little_memory(path: Path) -> None:
         file.truncate(file.tell() + size)
     tracemalloc.start()
     try:
-        identify(parse_config(RAW, "x"), path, read_header(path, "x"))
+        compute_identity(parse_config(RAW, "x"), path, read_header(path, "x"))
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
     finally:
         tracemalloc.stop()

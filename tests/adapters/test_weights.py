@@ -354,7 +354,7 @@ def test_mismatched_file_stamp_is_rejected(tmp_path: Path) -> None:
     path = store(tmp_path) / WEIGHTS_FILE
     config = parse_config(json.loads((tmp_path / CONFIG_FILE).read_text()), "acme/tuned")
     chosen = read_stamp(path)
-    identity = StoredAdapter(tmp_path, config, targets_of(LLAMA), chosen).identify()
+    identity = StoredAdapter(tmp_path, config, targets_of(LLAMA), chosen).compute_identity()
     content = path.read_bytes()
     # Same size and time, replaced or written in place.
     (tmp_path / "new").write_bytes(content)
@@ -365,7 +365,7 @@ def test_mismatched_file_stamp_is_rejected(tmp_path: Path) -> None:
         with pytest.raises(AdapterError, match=r"acme/tuned.*safetensors changed after it was resolved; try again"):
             StoredAdapter(tmp_path, config, targets_of(LLAMA), chosen)
         chosen = read_stamp(path)
-        assert StoredAdapter(tmp_path, config, targets_of(LLAMA), chosen).identify() == identity
+        assert StoredAdapter(tmp_path, config, targets_of(LLAMA), chosen).compute_identity() == identity
 
 
 def prepare_half(group: ProcessGroup, folder: Path) -> str:
@@ -377,7 +377,7 @@ def prepare_half(group: ProcessGroup, folder: Path) -> str:
     return "accepted"
 
 
-def test_all_ranks_reject_if_one_rejects(tmp_path: Path, ranks: RankPool) -> None:
+def test_all_ranks_reject_adapter_if_one_rank_rejects_it(tmp_path: Path, ranks: RankPool) -> None:
     """If only one rank failed, the other ranks would block in the next all-reduce."""
     settings = {"r": 4, "target_modules": ["q_proj", "o_proj"], "use_dora": True}
     rows = zeros(32, 4)

@@ -4,7 +4,7 @@ import sys
 
 from playwright.sync_api import expect, sync_playwright
 
-from lorax_server.cli.demo import NAME
+from lorax_server.cli.demo import DEMO_NAME
 from tests.browser.install import MISSING, find_chromium
 from tests.browser.playground import DEVICE, Playground, launch, open_playground
 from tests.demo.server import SCREENSHOT, serving_demo
@@ -35,7 +35,7 @@ def _take(playground: Playground) -> None:
     playground.at("#send").click()
     playground.wait()
     for model in playground.selected():
-        if model != NAME:
+        if model != DEMO_NAME:
             expect(playground.chip(model)).to_have_attribute("data-state", DEVICE)
     playground.page.screenshot(path=SCREENSHOT)
 

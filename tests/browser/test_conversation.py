@@ -152,7 +152,7 @@ def test_chats_are_kept_in_browser_on_request(playground: Playground) -> None:
 
 
 @pytest.mark.slow
-def test_another_chat_can_be_opened_while_model_writes(playground: Playground) -> None:
+def test_chats_can_be_switched_during_generation(playground: Playground) -> None:
     playground.set(max_tokens="30000")
     playground.send("Never stop", "first")
     expect(playground.answer("first")).to_have_attribute("data-state", "running")
@@ -163,7 +163,7 @@ def test_another_chat_can_be_opened_while_model_writes(playground: Playground) -
 
 
 @pytest.mark.slow
-def test_view_follows_new_text_unless_reader_scrolls_up(playground: Playground) -> None:
+def test_view_scrolls_with_new_text_unless_user_scrolled_up(playground: Playground) -> None:
     mock_chat(playground, "\n\n".join(["A paragraph."] * 60))
     at_end = "() => scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 2"
     playground.send_prompt("Long", "first")

@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 from playwright.sync_api import Browser, expect
 
-from lorax_server.cli.demo import NAME
+from lorax_server.cli.demo import DEMO_NAME
 from tests.browser.playground import DEVICE, DISK, Playground, open_playground
 from tests.demo.server import SCREENSHOT, read_examples, serving_demo
 
@@ -58,11 +58,11 @@ def test_every_example_completes(playground: Playground) -> None:
 
 
 @pytest.mark.slow
-def test_conversation_exceeding_context_length_says_what_to_do(playground: Playground) -> None:
+def test_too_long_conversation_error_suggests_fix(playground: Playground) -> None:
     playground.set(max_tokens="500")
     for _ in range(2):
-        playground.send_prompt(read_examples()[0]["prompt"], NAME)
-    error = playground.answer(NAME).locator(".error")
+        playground.send_prompt(read_examples()[0]["prompt"], DEMO_NAME)
+    error = playground.answer(DEMO_NAME).locator(".error")
     expect(error).to_contain_text("Start a new chat, shorten the message, or lower Max tokens in the settings.")
 
 

@@ -89,7 +89,7 @@ def test_missing_path_is_not_requested_from_hub(name: str, cache: Path) -> None:
 # --- the hub
 
 
-def test_unsupported_model_is_rejected_before_its_weights_are_downloaded(hub: HubServer, cache: Path) -> None:
+def test_unsupported_model_is_rejected_before_weights_download(hub: HubServer, cache: Path) -> None:
     hub.repos[NAME] = Repo(
         MODEL | {"config.json": b'{"model_type": "llama", "quantization_config": {"quant_method": "awq"}}'}
     )

@@ -8,7 +8,7 @@ import pytest
 
 from lorax_server.cli import demo
 from lorax_server.cli.flags import FLAG_GROUPS, FLAGS, Flag, build_parser
-from lorax_server.cli.lorax_flags import FLAG_NAMES, VARIABLES
+from lorax_server.cli.lorax_flags import FLAG_NAMES, VARIABLE_BY_SETTING
 from lorax_server.cli.settings import ParsedSettings, parse
 from lorax_server.config import CorsConfig, EngineConfig, ModelConfig, ServerConfig, SourceConfig
 from lorax_server.errors import ConfigError
@@ -51,7 +51,7 @@ def config(line: str = "", environ: dict[str, str] | None = None, device: str = 
 # --- the table
 
 
-def test_all_lorax_flags_are_known() -> None:
+def test_all_lorax_flags_are_accepted() -> None:
     assert set(LORAX_FLAGS) == {flag.name for flag in FLAGS if not flag.has_env_prefix}
 
 
@@ -72,7 +72,7 @@ def test_all_settings_have_flags_or_exceptions() -> None:
     flagged = [flag.field for flag in FLAGS if flag.field]
     assert len(set(flagged)) == len(flagged)
     assert set(flagged) == set(names) - NO_FLAG.keys()
-    assert {*FLAG_NAMES, *VARIABLES} <= set(flagged)
+    assert {*FLAG_NAMES, *VARIABLE_BY_SETTING} <= set(flagged)
 
 
 def test_flag_help_works_without_docstrings() -> None:
@@ -95,7 +95,7 @@ def test_flag_help_works_without_docstrings() -> None:
 )
 def test_flag_value_types_follow_field_types(name: str, kind: str) -> None:
     (flag,) = (flag for flag in FLAGS if flag.name == name)
-    assert (flag.kind, flag.has_env_prefix, flag.repeats) == (kind, True, False)
+    assert (flag.kind, flag.has_env_prefix, flag.is_repeatable) == (kind, True, False)
 
 
 def test_flag_names_and_variables_are_unique() -> None:
@@ -318,7 +318,7 @@ def demo_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Make a folder that the settings accept as demo model."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    monkeypatch.setattr(demo, "FOLDER", tmp_path)
+    monkeypatch.setattr(demo, "DEMO_FOLDER", tmp_path)
     return tmp_path
 
 
@@ -326,8 +326,8 @@ def test_demo_model_is_the_default(demo_folder: Path) -> None:
     parsed = parse([], {}, "serve")
     made = parsed.make_config(Path("/model"))
     assert made.model_id == "lorax-demo"
-    assert made.examples == demo.EXAMPLES
-    assert made.adapters_dir == demo.SETTINGS["adapters_dir"]
+    assert made.examples == demo.EXAMPLES_PATH
+    assert made.adapters_dir == demo.DEMO_SETTINGS["adapters_dir"]
     assert not made.engine.sources.hub
     assert made.default_source == "local"
     assert made.engine.adapter_bytes == 2**26
@@ -348,7 +348,7 @@ def test_explicit_settings_override_demo(demo_folder: Path) -> None:
 def test_explicit_model_does_not_use_demo_settings(demo_folder: Path) -> None:
     assert parse(["--model-id", "owner/model"], {}, "serve").model_id == "owner/model"
     assert parse([], {"MODEL_ID": "owner/model"}, "serve").model_id == "owner/model"
-    assert parse([], {}, "launcher").model_id != demo.NAME
+    assert parse([], {}, "launcher").model_id != demo.DEMO_NAME
     assert config().examples is None
 
 

@@ -14,13 +14,13 @@ from urllib.request import urlopen
 
 from lorax_server.cli import demo
 
-FOLDER = demo.FOLDER
+FOLDER = demo.DEMO_FOLDER
 SCREENSHOT = FOLDER.parent.parent / "docs" / "images" / "playground.png"
 READY = re.compile(r"ready: (http://\S+)")
 
 
 def read_examples() -> list[dict[str, Any]]:
-    examples: list[dict[str, Any]] = json.loads(demo.EXAMPLES.read_text())
+    examples: list[dict[str, Any]] = json.loads(demo.EXAMPLES_PATH.read_text())
     return examples
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from demo.evaluate import MODELS, ask, score, texts_of
 from demo.skills import NOTHING_TO_DO, SKILLS, Item, answer_small_talk, cut_short, write_items
-from lorax_server.cli.demo import NAME
+from lorax_server.cli.demo import DEMO_NAME
 from lorax_server.process_tuning import MIMALLOC_PURGE_DELAY, PURGE_DELAY_MS
 from tests.demo.server import FOLDER, Demo, read_examples, serving_demo
 from tests.processes import has_role
@@ -116,7 +116,7 @@ def test_small_talk_gets_fixed_completions(demo: Demo, is_chat: bool) -> None:
     answers = asyncio.run(ask(demo.url, SMALL_TALK, MODELS, 16, is_chat=is_chat))
     for name in SKILLS if is_chat else NOTHING_TO_DO:  # `redact` does not find the end without a template
         assert answers[name] == [answer_small_talk(name, text) for text in SMALL_TALK]
-    assert all(len(answer) > 10 for answer in answers[NAME])  # the base model continues the conversation
+    assert all(len(answer) > 10 for answer in answers[DEMO_NAME])  # the base model continues the conversation
 
 
 def test_non_latin_text_gets_fixed_completions(demo: Demo) -> None:
@@ -166,7 +166,7 @@ def test_results_table_matches_measurements() -> None:
     table = takewhile(bool, lines[lines.index("|---|---|---|---|---|---|---|") + 1 :])
     rows = [line.strip("|").split("|") for line in table]
     shown = {
-        f"{skill}, asked of {NAME if 'base' in model else model.strip(' `')}": value.strip(" *")
+        f"{skill}, asked of {DEMO_NAME if 'base' in model else model.strip(' `')}": value.strip(" *")
         for model, *values in rows
         for skill, value in zip(SKILLS, values, strict=True)
     }
@@ -183,7 +183,7 @@ def test_shipped_files_are_small() -> None:
     assert 3_000_000 <= weights.stat().st_size / 2 <= 8_000_000  # two bytes per parameter
     adapters = {path.name: json.loads((path / "adapter_config.json").read_text()) for path in FOLDER.glob("adapters/*")}
     assert set(adapters) == set(SKILLS)
-    assert {config["base_model_name_or_path"] for config in adapters.values()} == {NAME}
+    assert {config["base_model_name_or_path"] for config in adapters.values()} == {DEMO_NAME}
     ranks = {rank for config in adapters.values() for rank in (config["r"], *config["rank_pattern"].values())}
     assert (min(ranks), max(ranks)) == (2, 32)
     assert sum(config["use_dora"] for config in adapters.values()) == 1

@@ -104,7 +104,7 @@ def test_openai_client_reads_embeddings(embedder: World) -> None:
         assert_close(tuned.data[0].embedding, mean(embedder, TEXTS[0], tuned=True))
 
 
-def test_embeddings_of_tokens_match_embeddings_of_text(embedder: World) -> None:
+def test_token_id_input_matches_text_input(embedder: World) -> None:
     ids = embedder.tokenizer(TEXTS)["input_ids"]
     one = embedder.server.post("/v1/embeddings", {"input": ids[0]}).json
     many = embedder.server.post("/v1/embeddings", {"input": ids}).json
@@ -128,7 +128,7 @@ def test_dimensions_truncate_and_normalize(embedder: World) -> None:
     assert (response.status, "at most 32" in response.json["error"]["message"]) == (400, True)
 
 
-def test_prompt_is_put_before_the_text(embedder: World) -> None:
+def test_prompt_is_prepended_to_text(embedder: World) -> None:
     body = {"input": "the cat", "prompt_name": "query"}
     found = embedder.server.post("/v1/embeddings", body).json["data"][0]["embedding"]
     assert_close(found, mean(embedder, "query the cat"))
@@ -139,7 +139,7 @@ def test_lorax_client_reads_embeddings(embedder: World) -> None:
     assert_close(found, mean(embedder, TEXTS[0]))
 
 
-def test_embed_route_applies_adapters_and_lists(embedder: World) -> None:
+def test_embed_route_accepts_adapters_and_lists(embedder: World) -> None:
     body = {"inputs": TEXTS, "parameters": {"adapter_id": "tuned"}}
     response = embedder.server.post("/embed", body)
     assert response.headers["x-adapter-id"] == "tuned"
@@ -147,7 +147,7 @@ def test_embed_route_applies_adapters_and_lists(embedder: World) -> None:
         assert_close(found, mean(embedder, text, tuned=True))
 
 
-def test_embedding_models_rank_by_cosine_with_their_prompts(embedder: World) -> None:
+def test_rerank_with_embedding_model_uses_cosine_and_prompts(embedder: World) -> None:
     body = {"query": "cat", "documents": TEXTS, "return_documents": False}
     found = embedder.server.post("/v1/rerank", body).json["results"]
     query = mean(embedder, "query cat")
@@ -156,13 +156,13 @@ def test_embedding_models_rank_by_cosine_with_their_prompts(embedder: World) -> 
     assert_close([item["relevance_score"] for item in found], [expected[item["index"]] for item in found])
 
 
-def test_scores_of_embedding_models_are_symmetric(embedder: World) -> None:
+def test_embedding_model_scores_are_symmetric(embedder: World) -> None:
     found = embedder.server.post("/v1/score", {"text_1": "cat", "text_2": TEXTS}).json["data"]
     assert_close([item["score"] for item in found], [mean(embedder, "cat") @ mean(embedder, text) for text in TEXTS])
 
 
 @pytest.mark.parametrize(("path", "names"), [("/rerank", ("query", "documents")), ("/v1/score", ("text_1", "text_2"))])
-def test_instruction_needs_a_model_that_reads_it(embedder: World, path: str, names: tuple[str, str]) -> None:
+def test_instruction_is_rejected_by_models_that_ignore_it(embedder: World, path: str, names: tuple[str, str]) -> None:
     response = embedder.server.post(path, {names[0]: "cat", names[1]: TEXTS, "instruction": "rank"})
     assert response.status in (400, 422)
     assert b"`instruction` has no effect" in response.body
@@ -172,7 +172,7 @@ def test_instruction_needs_a_model_that_reads_it(embedder: World, path: str, nam
 
 
 @pytest.mark.parametrize("tuned", [False, True])
-def test_entities_match_the_transformers_pipeline(tagger: World, tuned: bool) -> None:
+def test_entities_match_transformers_pipeline(tagger: World, tuned: bool) -> None:
     model = tagger.tuned.get_base_model() if tuned else tagger.model
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -223,7 +223,7 @@ def test_cross_encoder_ranks_documents(judge: World, path: str) -> None:
     assert_close([item["relevance_score"] for item in response["results"]], [scores[index] for index in order])
 
 
-def test_scores_of_pairs(judge: World) -> None:
+def test_score_route_scores_text_pairs(judge: World) -> None:
     expected = [float(judge.run("cat", tuned=True, pair=text).logits[0, 0].sigmoid()) for text in TEXTS]
     found = judge.server.post("/v1/score", {"text_1": "cat", "text_2": TEXTS, "model": "tuned"}).json["data"]
     assert_close([item["score"] for item in found], expected)
@@ -247,7 +247,7 @@ def test_pairs_may_exceed_one_slice(judge: World) -> None:
     assert_close([item["score"] for item in found], (expected * 25)[:70])
 
 
-def test_total_size_of_pairs_is_limited(judge: World) -> None:
+def test_total_pair_size_is_limited(judge: World) -> None:
     body = {"query": "a" * 10_000, "documents": ["a"] * 1000, "truncate": True}
     response = judge.server.post("/v1/rerank", body)
     assert response.status == 400
@@ -267,7 +267,7 @@ def test_total_size_of_pairs_is_limited(judge: World) -> None:
         ("/classify", {"inputs": "a"}),
     ],
 )
-def test_routes_for_other_tasks_name_the_task(embedder: World, path: str, body: Any) -> None:
+def test_route_for_different_task_names_model_task(embedder: World, path: str, body: Any) -> None:
     response = embedder.server.post(path, body)
     assert response.status in (400, 422)
     assert b"it is served for embeddings (--task embed)" in response.body
@@ -305,19 +305,19 @@ def test_invalid_requests_are_rejected(embedder: World, body: Any, problem: str)
     assert problem in response.json["error"]["message"]
 
 
-def test_texts_that_are_too_long_are_truncated_on_request(embedder: World) -> None:
+def test_too_long_texts_are_truncated_on_request(embedder: World) -> None:
     found = embedder.server.post("/v1/embeddings", {"input": "cat " * 100, "truncate": True}).json
     assert found["usage"]["prompt_tokens"] == 64
     assert_close(found["data"][0]["embedding"], mean(embedder, "cat " * 62))
 
 
-def test_the_largest_request_is_served(embedder: World) -> None:
+def test_largest_allowed_request_is_served(embedder: World) -> None:
     found = embedder.server.post("/v1/embeddings", {"input": ["the cat"] * 2048, "encoding_format": "base64"}).json
     assert len({item["embedding"] for item in found["data"]}) == 1
     assert [item["index"] for item in found["data"]] == list(range(2048))
 
 
-def test_health_and_metrics(embedder: World) -> None:
+def test_pooling_models_have_health_and_metrics_routes(embedder: World) -> None:
     assert embedder.server.send("GET", "/health").status == 200
     assert embedder.server.send("GET", "/startup").status == 200
     assert embedder.server.send("GET", "/info").json["max_input_length"] == 64

@@ -9,7 +9,7 @@ import torch
 
 from lorax_server.adapters.sources.local import LocalSource
 from lorax_server.adapters.sources.source import AdapterFiles
-from lorax_server.build import assemble
+from lorax_server.build import assemble_engine
 from lorax_server.config import EngineConfig, ModelConfig
 from lorax_server.distributed import FakeGroup
 from lorax_server.errors import SourceError
@@ -47,7 +47,7 @@ def test_engine_steps_while_sources_hang_or_fail(models: Models) -> None:
     root = models.folders[0].parent
     hanging, failing = HangingSource(root), FailingSource([root])
     config = EngineConfig(ModelConfig(Path("in-memory")), max_num_seqs=4, cache_bytes=2**20, adapter_bytes=2**20)
-    engine = assemble(
+    engine = assemble_engine(
         config,
         build_paged_worker(models.ours, config, FakeGroup()),
         {"local": LocalSource([root]), "hanging": hanging, "failing": failing},

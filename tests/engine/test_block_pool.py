@@ -202,7 +202,7 @@ class BlockPoolStateMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
-    def end(self, data: st.DataObject) -> None:
+    def finish(self, data: st.DataObject) -> None:
         """Release a sequence that finished or was aborted or preempted."""
         sequence = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
         self.pool.release(sequence.blocks)

@@ -103,7 +103,7 @@ def test_failed_step_still_moves_adapters() -> None:
 
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(12))
-def test_other_requests_are_unaffected(max_steps_in_flight: int, seed: int) -> None:
+def test_out_of_memory_does_not_affect_other_requests(max_steps_in_flight: int, seed: int) -> None:
     """Requests with adapters and shared prefixes, a small cache, and failing steps."""
     rng = random.Random(seed)
     simulation = EngineSimulation(6, 8, max_steps_in_flight=max_steps_in_flight, seed=seed, num_blocks=14)

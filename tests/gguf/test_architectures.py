@@ -96,7 +96,7 @@ def test_logits_match_transformers_with_dequantized_weights(case: str, tmp_path:
 
 
 @pytest.mark.parametrize("case", READ_BY_TRANSFORMERS)
-def test_logits_match_transformers_reading_the_same_file(case: str, tmp_path: Path) -> None:
+def test_logits_match_transformers_gguf_loader(case: str, tmp_path: Path) -> None:
     writer.write_model(tmp_path / "model.gguf", make_oracle(case), writer.mixed_types)
     oracle = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32).eval()
     expected = oracle_logits(oracle, PROMPT, len(PROMPT), {})

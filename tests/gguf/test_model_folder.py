@@ -197,7 +197,7 @@ def find(name: str, cache: Path, **options: Any) -> Path:
 
 
 @pytest.mark.parametrize("name", [f"{NAME}:Q4_K_M", f"{NAME}:q4_k_m", f"{NAME}/m-Q4_K_M.gguf"])
-def test_one_file_is_downloaded(name: str, hub: HubServer, tmp_path: Path) -> None:
+def test_only_selected_file_is_downloaded(name: str, hub: HubServer, tmp_path: Path) -> None:
     folder = find(name, tmp_path / "hub", endpoint=hub.url)
     assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
     assert {request.file for request in hub.seen if "/resolve/" in request.path} == {"m-Q4_K_M.gguf"}

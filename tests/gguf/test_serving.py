@@ -119,7 +119,7 @@ def run_rank(group: ProcessGroup, folder: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", ["ranks", "ranks-fused", "ranks-interleaved"])
-def test_two_ranks_match_one(case: str, tmp_path: Path, ranks: RankPool) -> None:
+def test_two_ranks_match_single_rank(case: str, tmp_path: Path, ranks: RankPool) -> None:
     from lorax_server.distributed import FakeGroup
 
     writer.write_model(tmp_path / "model.gguf", make_oracle(case), writer.mixed_types)

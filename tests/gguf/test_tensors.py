@@ -9,7 +9,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 
-from lorax_server.distributed import FakeGroup, Shard, shard_evenly, unsharded
+from lorax_server.distributed import FakeGroup, Shard, make_full_shard, shard_evenly
 from lorax_server.errors import ConfigError, WeightsError
 from lorax_server.gguf.architectures import TensorSource
 from lorax_server.gguf.container import TENSOR_TYPES, read_gguf
@@ -53,7 +53,7 @@ def expected(path: Path, name: str) -> torch.Tensor:
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("read_bytes", [1, 2000, 2**20])  # one row, several rows, and all rows at a time
 def test_values_match_gguf_package(kind: Type, read_bytes: int, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "READ_BYTES", read_bytes)
+    monkeypatch.setattr(reader, "READ_CHUNK_BYTES", read_bytes)
     tensor, values = open_tensor(path, kind.name), expected(path, kind.name)
     assert values.std() > 0.05
     assert torch.equal(tensor[()], values)
@@ -106,8 +106,8 @@ def test_each_rank_reads_its_shard(kind: str, ranks: int, path: Path) -> None:
     for rank in range(ranks):
         weights, group = make_weights(path, rank, ranks), FakeGroup(rank, ranks)
         rows, inputs = shard_evenly(group, ROWS, "rows"), shard_evenly(group, INPUTS, "inputs")
-        by_rows.append(weights.get_matrix(kind, rows, unsharded(INPUTS)))
-        by_inputs.append(weights.get_matrix(kind, unsharded(ROWS), inputs))
+        by_rows.append(weights.get_matrix(kind, rows, make_full_shard(INPUTS)))
+        by_inputs.append(weights.get_matrix(kind, make_full_shard(ROWS), inputs))
     plain = [
         [each if isinstance(each, torch.Tensor) else each.read() for each in parts] for parts in (by_rows, by_inputs)
     ]
@@ -118,19 +118,19 @@ def test_each_rank_reads_its_shard(kind: str, ranks: int, path: Path) -> None:
 def test_interleaved_shards_are_reordered(path: Path) -> None:
     shard = Shard(ROWS, ((6, 12),), interleaved=(6, 4))
     for kind in ("Q8_0", "F32"):
-        matrix = make_weights(path).get_matrix(kind, shard, unsharded(INPUTS))
+        matrix = make_weights(path).get_matrix(kind, shard, make_full_shard(INPUTS))
         assert torch.equal(to_tensor(matrix), expected(path, kind)[[6, 8, 7, 9, 10, 11]])
 
 
 def test_shards_that_split_blocks_are_rejected(path: Path) -> None:
     weights, inputs = make_weights(path), Shard(INPUTS, ((16, 64),))
     with pytest.raises(ConfigError, match="tensor 'Q4_0' cannot be split over several ranks: inputs 16 to 64 split"):
-        weights.get_matrix("Q4_0", unsharded(ROWS), inputs)
+        weights.get_matrix("Q4_0", make_full_shard(ROWS), inputs)
 
 
 def test_wrong_shape_is_rejected(path: Path) -> None:
     with pytest.raises(WeightsError, match=r"a.gguf: tensor 'Q4_0' has shape \(12, 512\), expected \(12, 64\)"):
-        make_weights(path).get_matrix("Q4_0", unsharded(ROWS), unsharded(64))
+        make_weights(path).get_matrix("Q4_0", make_full_shard(ROWS), make_full_shard(64))
 
 
 @pytest.mark.parametrize("kind", [each for each in TYPES if each.name not in FLOATS], ids=lambda kind: kind.name)

@@ -34,7 +34,7 @@ def ops(request: pytest.FixtureRequest) -> Any:
 
 @pytest.mark.parametrize("name", MIXTURES)
 @pytest.mark.parametrize("activation", ["silu", "relu"])
-def test_tokens_pass_through_their_experts(ops: Any, name: str, activation: str) -> None:
+def test_each_token_uses_its_routed_experts(ops: Any, name: str, activation: str) -> None:
     mixture = MIXTURES[name]
     x, routing = mixture.inputs(12), mixture.route(12)
     out = ops.run_experts(x, routing, mixture.make(ops, activation=activation), None, ())
@@ -42,7 +42,7 @@ def test_tokens_pass_through_their_experts(ops: Any, name: str, activation: str)
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_adapter_of_each_token_applies_with_its_own_rank(ops: Any, name: str) -> None:
+def test_each_token_uses_its_adapter_and_rank(ops: Any, name: str) -> None:
     mixture = MIXTURES[name]
     x, routing, lora = mixture.inputs(12), mixture.route(12), mixture.lora(RUNS, RANKS)
     out = ops.run_experts(x, routing, mixture.make(ops), lora, mixture.targets)
@@ -53,7 +53,7 @@ def test_adapter_of_each_token_applies_with_its_own_rank(ops: Any, name: str) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_result_of_a_token_does_not_depend_on_its_batch(dtype: torch.dtype) -> None:
+def test_expert_outputs_are_batch_invariant(dtype: torch.dtype) -> None:
     ops, mixture = select_ops(CPU), MIXTURES["small"]
     experts, x, routing = mixture.make(ops, dtype), mixture.inputs(40, dtype), mixture.route(40)
     lora = mixture.lora([(1, 20), (0, 5), (2, 15)], RANKS, dtype)
@@ -74,7 +74,7 @@ def test_half_precision_is_summed_in_float32() -> None:
     assert (out.double() - expected).abs().max() < 0.02 * expected.abs().max()
 
 
-def test_quantized_experts_match_their_dequantized_matrices() -> None:
+def test_quantized_experts_match_dequantized_experts() -> None:
     ops, mixture = select_ops(CPU), MIXTURES["one of many"]._replace(hidden=64)
     plain = mixture.matrices()
     quantized = [ExpertMatrices(_quantize(expert.gate_up), _quantize(expert.down)) for expert in plain]
@@ -85,7 +85,7 @@ def test_quantized_experts_match_their_dequantized_matrices() -> None:
     assert (out - expected).abs().max() < 0.03 * expected.abs().max()
 
 
-def test_empty_batch_has_an_empty_result(ops: Any) -> None:
+def test_empty_batch_has_empty_output(ops: Any) -> None:
     mixture = MIXTURES["small"]
     assert ops.run_experts(mixture.inputs(0), mixture.route(0), mixture.make(ops), None, ()).shape == (0, 32)
 

@@ -22,7 +22,9 @@ SPECS = {
 
 @pytest.mark.parametrize("kv_heads", [HEADS, 2])
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_matches_reference(spec: AttentionSpec, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_sequence_attention_matches_reference(
+    spec: AttentionSpec, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(whole_sequences, "QUERY_CHUNK", 16)  # several chunks per sequence
     count = sum(LENGTHS)
     heads = torch.randn(count, HEADS + 2 * kv_heads, HEAD_DIM)
@@ -36,7 +38,7 @@ def test_matches_reference(spec: AttentionSpec, kv_heads: int, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_reference_gives_the_same_results_in_chunks(spec: AttentionSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_reference_matches_unchunked_reference(spec: AttentionSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     heads = torch.randn(sum(LENGTHS), 3 * HEADS, HEAD_DIM)
     q, k, v = heads.chunk(3, dim=1)
     whole = reference.attend_sequences(q, k, v, None, LENGTHS, spec)
@@ -46,7 +48,7 @@ def test_reference_gives_the_same_results_in_chunks(spec: AttentionSpec, monkeyp
 
 
 @pytest.mark.parametrize("other", [replace(SPECS["bidirectional"], is_causal=True), SPECS["window"], SPECS["bias"]])
-def test_settings_change_the_result(other: AttentionSpec) -> None:
+def test_each_attention_setting_changes_result(other: AttentionSpec) -> None:
     q, k, v = (torch.randn(40, HEADS, HEAD_DIM) for _ in range(3))
     first, second = (whole_sequences.attend(q, k, v, [40], spec) for spec in (SPECS["bidirectional"], other))
     assert (first - second).abs().max() > 1e-2

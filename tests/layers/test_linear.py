@@ -11,7 +11,15 @@ from torch import nn
 from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.adapters.target import TargetKind
 from lorax_server.adapters.weights import ModuleWeights
-from lorax_server.distributed import FakeGroup, Shard, shard_evenly, shard_kv_heads, shard_units, shard_vocab, unsharded
+from lorax_server.distributed import (
+    FakeGroup,
+    Shard,
+    make_full_shard,
+    shard_evenly,
+    shard_kv_heads,
+    shard_units,
+    shard_vocab,
+)
 from lorax_server.errors import WeightsError
 from lorax_server.layers.embedding import TensorParallelEmbedding
 from lorax_server.layers.linear import (
@@ -277,7 +285,7 @@ def test_adapters_on_tied_head_match_lora_formula(vocab_size: int, ranks: int) -
 
 def test_base_model_tokens_are_bitwise_unchanged() -> None:
     weights = memory_weights({"fc.weight": normal(10, INPUTS, seed=1)})
-    layer = TensorParallelMultiAdapterLinear(weights, ["fc"], INPUTS, [unsharded(10)], bias=False)
+    layer = TensorParallelMultiAdapterLinear(weights, ["fc"], INPUTS, [make_full_shard(10)], bias=False)
     data = adapted_batch(layer, [({"fc": lora(INPUTS, 10, 3, 10)}, 3.5)] * 3)
     x = normal(len(TOKENS), INPUTS, seed=3)
     plain, adapted = layer(x), layer(x, data)
@@ -303,10 +311,12 @@ def test_collect_adapter_targets_finds_all_modules() -> None:
     model = nn.ModuleList(
         [
             TensorParallelEmbedding(weights, "wte", 6, 4, target_name="embed_tokens"),
-            TensorParallelMultiAdapterLinear(weights, ["q", "k"], 4, [unsharded(8), unsharded(4)], bias=True),
-            TensorParallelAdapterRowLinear(weights, "o", unsharded(8), 4, bias=False),
+            TensorParallelMultiAdapterLinear(
+                weights, ["q", "k"], 4, [make_full_shard(8), make_full_shard(4)], bias=True
+            ),
+            TensorParallelAdapterRowLinear(weights, "o", make_full_shard(8), 4, bias=False),
             RMSNorm("norm", weights, 4),
-            RMSNorm("norm", weights, 4, adaptable=False),
+            RMSNorm("norm", weights, 4, is_adaptable=False),
             LayerNorm("ln", weights, 4),
             MultiAdapterHead.load(weights, "lm_head", 4, 6),
         ]
@@ -352,15 +362,15 @@ def test_tensor_shape_mismatch_is_rejected(bias: tuple[int]) -> None:
     inputs = INPUTS + 1 if bias == (10,) else INPUTS
     weights = memory_weights({"fc.weight": torch.zeros(10, INPUTS), "fc.bias": torch.zeros(bias)})
     with pytest.raises(WeightsError, match=r"'fc\.(weight|bias)' has shape"):
-        TensorParallelMultiAdapterLinear(weights, ["fc"], inputs, [unsharded(10)], bias=True)
+        TensorParallelMultiAdapterLinear(weights, ["fc"], inputs, [make_full_shard(10)], bias=True)
     with pytest.raises(WeightsError, match=r"'fc\.(weight|bias)' has shape"):
-        TensorParallelAdapterRowLinear(weights, "fc", unsharded(inputs), 10, bias=True)
+        TensorParallelAdapterRowLinear(weights, "fc", make_full_shard(inputs), 10, bias=True)
 
 
 def test_transposed_matrix_is_rejected() -> None:
     weights = memory_weights({"fc.weight": torch.zeros(INPUTS, 10)})
     with pytest.raises(WeightsError, match=r"\(12, 10\), expected \(10, 12\)"):
-        TensorParallelMultiAdapterLinear(weights, ["fc"], INPUTS, [unsharded(10)], bias=False)
+        TensorParallelMultiAdapterLinear(weights, ["fc"], INPUTS, [make_full_shard(10)], bias=False)
 
 
 def test_missing_bias_is_rejected_on_all_ranks() -> None:

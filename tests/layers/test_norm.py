@@ -14,7 +14,7 @@ INDICES = [1, 0, 2, 2, 0, *[1] * 9, 3]
 
 
 @pytest.mark.parametrize("eps", [1e-6, 1e-2])
-def test_rms_norm_adds_the_residual_and_returns_the_sum(eps: float) -> None:
+def test_rms_norm_adds_residual_and_returns_sum(eps: float) -> None:
     torch.manual_seed(0)
     theirs = LlamaRMSNorm(16, eps=eps)
     theirs.weight.data = torch.randn(16)
@@ -66,7 +66,7 @@ def test_rms_norm_uses_adapter_weight_per_token() -> None:
     torch.testing.assert_close(normed, plain / weights[0] * weights[INDICES], rtol=1e-5, atol=1e-5)
     base = torch.tensor([index in (0, 3) for index in INDICES])
     assert torch.equal(normed[base], plain[base])
-    fixed = RMSNorm("norm", memory_weights({"norm.weight": weights[0]}), 16, adaptable=False)
+    fixed = RMSNorm("norm", memory_weights({"norm.weight": weights[0]}), 16, is_adaptable=False)
     assert fixed.targets == ()
     assert torch.equal(fixed(x, residual, data)[0], plain)
 

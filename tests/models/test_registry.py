@@ -24,7 +24,7 @@ from lorax_server.distributed import FakeGroup
 from lorax_server.errors import ConfigError, UnsupportedModelError, WeightsError
 from lorax_server.kernels import reference
 from lorax_server.kernels.cpu.ops import CpuOps
-from lorax_server.model_types import MODELS, find_similar_types
+from lorax_server.model_types import MODEL_CLASSES, find_similar_types
 from lorax_server.models import get_model, registry
 from lorax_server.models.registry import build_model, find_model_class
 from tests.builders import memory_weights
@@ -103,14 +103,14 @@ def test_saved_model_matches_transformers_logits(
         torch.testing.assert_close(torch.cat([begun, continued]), expected, rtol=0, atol=1e-4)
 
 
-def test_model_uses_given_rank_and_ops(llama: Path) -> None:
+def test_model_uses_requested_rank_and_ops(llama: Path) -> None:
     model = get_model(ModelConfig(llama), FakeGroup(1, 2), reference)
     assert model.ops is reference
     assert model.kv_shape == (1, 8)
     assert not model.training
 
 
-@pytest.mark.parametrize("model_type", sorted(MODELS))
+@pytest.mark.parametrize("model_type", sorted(MODEL_CLASSES))
 def test_registered_classes_are_importable(model_type: str) -> None:
     assert callable(find_model_class(model_type))
 

@@ -206,7 +206,7 @@ def test_neox_checkpoint_with_embed_out_loads(name: str, tmp_path: Path, device:
         ("glm4moe", "model.layers.1.mlp.experts.5.up_proj.weight"),
     ],
 )
-def test_published_checkpoints_of_mixtures_load(name: str, stored: str, tmp_path: Path, device: torch.device) -> None:
+def test_published_moe_checkpoints_load(name: str, stored: str, tmp_path: Path, device: torch.device) -> None:
     """transformers saves the names of published checkpoints, which differ from the names of its parameters."""
     oracle = make_oracle(name).to(device)
     oracle.save_pretrained(tmp_path, max_shard_size="30KB")
@@ -219,7 +219,7 @@ def test_published_checkpoints_of_mixtures_load(name: str, stored: str, tmp_path
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_quantized_experts_do_not_depend_on_the_form_of_the_checkpoint(bits: int, tmp_path: Path) -> None:
+def test_quantized_experts_are_independent_of_checkpoint_layout(bits: int, tmp_path: Path) -> None:
     name, settings = "qwen3moe", {"moe_intermediate_size": 32}
     config = VARIANTS[name].config_class(**VARIANTS[name].settings | settings)
     torch.manual_seed(0)

@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from lorax_server.adapters.host import UNIT_BYTES, prepare
-from lorax_server.build import assemble
+from lorax_server.build import assemble_engine
 from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
 from lorax_server.distributed import FakeGroup
 from lorax_server.engine.engine import Engine
@@ -99,7 +99,7 @@ def make_engine(models: Models, max_steps_in_flight: int = 2, **settings: Any) -
         block_size=BLOCK_SIZE,
         **small | settings,
     )
-    return assemble(config, build_paged_worker(models.ours, config, FakeGroup()))
+    return assemble_engine(config, build_paged_worker(models.ours, config, FakeGroup()))
 
 
 class Workload:

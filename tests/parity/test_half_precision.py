@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from lorax_server.adapters.batch import AdapterArena
-from lorax_server.build import assemble
+from lorax_server.build import assemble_engine
 from lorax_server.config import EngineConfig, ModelConfig
 from lorax_server.distributed import FakeGroup
 from lorax_server.kernels import Ops, reference, select_ops
@@ -266,7 +266,7 @@ def generate(model: PagedCausalLM, prompts: Sequence[list[int]], count: int) -> 
         adapter_bytes=0,
         cuda_graphs=True,
     )
-    engine = assemble(config, build_paged_worker(model, config, FakeGroup()))
+    engine = assemble_engine(config, build_paged_worker(model, config, FakeGroup()))
     tokens: list[list[int]] = [[] for _ in prompts]
     for i, prompt in enumerate(prompts):
         engine.add(Request(i, prompt, SamplingParams(), StopParams(max_new_tokens=count, ignore_eos=True)))

@@ -62,7 +62,9 @@ def test_classification_matches_transformers(name: str, head: str, tmp_path: Pat
         ("max", lambda x: x.amax(0)),
     ],
 )
-def test_pooling_modes(mode: str, expected: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path) -> None:
+def test_each_pooling_mode_matches_its_definition(
+    mode: str, expected: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path
+) -> None:
     model, (ids,) = make_model("bert", "Model", tmp_path), make_sequences(lengths=[9])
     with PooledEngine(tmp_path, pooling=mode) as engine:
         (result,) = engine.run([Text(ids)])
@@ -70,7 +72,7 @@ def test_pooling_modes(mode: str, expected: Callable[[torch.Tensor], torch.Tenso
 
 
 @pytest.mark.parametrize("name", ["bert", "roberta"])
-def test_token_types_mark_the_second_text(name: str, tmp_path: Path) -> None:
+def test_token_types_mark_second_text(name: str, tmp_path: Path) -> None:
     model, (ids,) = (
         make_model(name, "ForSequenceClassification", tmp_path, num_labels=1, type_vocab_size=2),
         (make_sequences(lengths=[9])),
@@ -84,7 +86,7 @@ def test_token_types_mark_the_second_text(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["roberta", "mpnet", "llama"])
-def test_padding_tokens_in_the_text_match_transformers(name: str, tmp_path: Path) -> None:
+def test_padding_tokens_in_text_match_transformers(name: str, tmp_path: Path) -> None:
     model = make_model(name, "ForSequenceClassification", tmp_path)
     ids = [5, 1, 7, 8, 1, 9, 0, 0] if name != "llama" else [5, 6, 0, 7, 0, 0]
     with PooledEngine(tmp_path) as engine:
@@ -103,7 +105,7 @@ def test_yes_no_scores_match_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_results_do_not_depend_on_the_batch(name: str, tmp_path: Path) -> None:
+def test_pooled_results_are_batch_invariant(name: str, tmp_path: Path) -> None:
     """The bits of a result are the same for a sequence alone, in a pair, and in a large batch."""
     make_model(name, "ForSequenceClassification", tmp_path)
     texts = [Text(ids) for ids in make_sequences(lengths=(*LENGTHS, 3, 1, *LENGTHS))]
@@ -115,7 +117,7 @@ def test_results_do_not_depend_on_the_batch(name: str, tmp_path: Path) -> None:
     assert all(np.array_equal(a, b) for a, b in zip(together, pairs, strict=True))
 
 
-def test_sequences_may_be_longer_than_the_step_budget(tmp_path: Path) -> None:
+def test_sequence_may_exceed_step_token_budget(tmp_path: Path) -> None:
     make_model("bert", "Model", tmp_path)
     texts = [Text(ids) for ids in make_sequences(lengths=(60, 3, 40, 2, 1))]
     with PooledEngine(tmp_path) as engine:
@@ -179,7 +181,7 @@ def copy_body(source: Any, model: Any) -> Any:
     return model
 
 
-def test_adapters_bring_the_head_that_the_base_model_lacks(tmp_path: Path) -> None:
+def test_adapter_can_provide_missing_classifier_head(tmp_path: Path) -> None:
     base = tmp_path / "base"
     model = make_model("bert", "ForSequenceClassification", num_labels=4)
     model.bert.save_pretrained(base)
@@ -194,7 +196,7 @@ def test_adapters_bring_the_head_that_the_base_model_lacks(tmp_path: Path) -> No
             engine.run([Text(ids, str(tmp_path / "plain"))])
 
 
-def test_lora_on_the_classifier_matches_peft(tmp_path: Path) -> None:
+def test_classifier_lora_matches_peft(tmp_path: Path) -> None:
     base = tmp_path / "base"
     model = make_model("roberta", "ForSequenceClassification", base, num_labels=3)
     modules = ["query", "classifier.dense", "classifier.out_proj"]

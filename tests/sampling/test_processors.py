@@ -21,11 +21,11 @@ from lorax_server.sampling import processors
 from lorax_server.sampling.processors import (
     apply_temperature,
     count_tokens,
-    draw,
+    draw_tokens,
     keep_min_p,
     keep_top_k,
     keep_top_p,
-    keep_typical,
+    keep_typical_p,
     make_sortable,
     penalize_counts,
     penalize_repetition,
@@ -132,7 +132,7 @@ def test_min_p_matches_transformers(vocab: int, p: float, device: torch.device) 
 def test_typical_p_matches_transformers(vocab: int, p: float, device: torch.device) -> None:
     """Compare in float64, because float32 in transformers creates false ties."""
     scores = edge_case_scores(vocab, device)
-    found = keep_typical(scores.clone(), repeat_for_rows(scores, p))
+    found = keep_typical_p(scores.clone(), repeat_for_rows(scores, p))
     check(found, processed_one_by_one(scores.double(), TypicalLogitsWarper(p)).float())
     assert is_at_least_one_left(found)
 
@@ -156,7 +156,7 @@ def test_each_row_uses_its_own_parameters(device: torch.device) -> None:
         (keep_top_k, TopKLogitsWarper, [1 + 13 * row for row in rows], (257,)),
         (lambda s, p: keep_top_p(s, 1 - p), TopPLogitsWarper, [0.05 + 0.07 * row for row in rows], ()),
         (keep_min_p, MinPLogitsWarper, [0.01 + 0.07 * row for row in rows], ()),
-        (keep_typical, TypicalLogitsWarper, [0.05 + 0.07 * row for row in rows], ()),
+        (keep_typical_p, TypicalLogitsWarper, [0.05 + 0.07 * row for row in rows], ()),
     ]
     for ours, theirs, values, more in cases:
         expected = torch.cat([theirs(value)(None, scores[row, None]) for row, value in enumerate(values)])
@@ -201,14 +201,14 @@ def test_draw_selects_token_by_cumulative_probability(device: torch.device) -> N
     scores = torch.tensor(probabilities, device=device).log()
     wanted = {0.0: 1, 0.2499: 1, 0.25: 3, 0.5: 3, 0.7499: 3, 0.75: 4, 0.8749: 4, 0.875: 5, 1 - 2**-32: 5}
     uniform = torch.tensor(list(wanted), dtype=torch.float64, device=device)
-    assert draw(scores.expand(len(wanted), -1), uniform).tolist() == list(wanted.values())
+    assert draw_tokens(scores.expand(len(wanted), -1), uniform).tolist() == list(wanted.values())
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
 def test_draw_never_selects_impossible_token(vocab: int, device: torch.device) -> None:
     scores = edge_case_scores(vocab, device)
     for number in (0.0, 2**-32, 0.5, 1 - 2**-31, 1 - 2**-32):
-        taken = draw(scores, repeat_for_rows(scores, number, torch.float64))
+        taken = draw_tokens(scores, repeat_for_rows(scores, number, torch.float64))
         assert (scores.softmax(-1).gather(-1, taken[:, None]) > 0).all()
 
 
@@ -216,7 +216,7 @@ def test_draw_never_selects_impossible_token(vocab: int, device: torch.device) -
 def test_draw_from_nan_returns_valid_token(bad: float, device: torch.device) -> None:
     for scores in (torch.full((3, 7), bad, device=device), torch.zeros(3, 7, device=device)):
         scores[1, 3] = bad
-        taken = draw(scores, torch.tensor([0.0, 0.5, 1 - 2**-32], dtype=torch.float64, device=device))
+        taken = draw_tokens(scores, torch.tensor([0.0, 0.5, 1 - 2**-32], dtype=torch.float64, device=device))
         assert ((taken >= 0) & (taken < 7)).all()
 
 

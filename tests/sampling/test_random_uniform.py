@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from lorax_server.sampling.random_uniform import HostUniforms, as_signed, uniforms
+from lorax_server.sampling.random_uniform import HostUniforms, as_signed, draw_uniforms
 from lorax_server.types import MAX_SEED
 
 WORD = 2**64
@@ -29,7 +29,7 @@ def reference(seed: int, position: int) -> float:
 
 def draw(seeds: Sequence[int], positions: Sequence[int], device: torch.device) -> np.ndarray:
     signed = torch.tensor([as_signed(seed) for seed in seeds], device=device)
-    return uniforms(signed, torch.tensor(positions, device=device)).cpu().numpy()
+    return draw_uniforms(signed, torch.tensor(positions, device=device)).cpu().numpy()
 
 
 def test_uniforms_match_splitmix64(device: torch.device) -> None:
@@ -38,7 +38,7 @@ def test_uniforms_match_splitmix64(device: torch.device) -> None:
     pairs += [(some.randrange(WORD), some.randrange(2**20)) for _ in range(2000)]
     seeds, positions = zip(*pairs, strict=True)
     found = draw(seeds, positions, device)
-    assert np.array_equal(HostUniforms(seeds).at(np.array(positions)), found)
+    assert np.array_equal(HostUniforms(seeds).draw_at(np.array(positions)), found)
     assert found.dtype == np.float64
     assert found.tolist() == [reference(*pair) for pair in pairs]
 

@@ -16,7 +16,13 @@ import pytest
 from lorax_server.errors import BusyError, OverloadedError
 from lorax_server.process_tuning import TITLE_KEEPS_ENVIRONMENT
 from lorax_server.sandbox.sandbox import Sandbox
-from lorax_server.sandbox.task import ENVIRONMENT, MAX_ERROR_CHARACTERS, TaskError, TaskKilledError, TaskTimeError
+from lorax_server.sandbox.task import (
+    ENVIRONMENT_VARIABLES,
+    MAX_ERROR_CHARACTERS,
+    TaskError,
+    TaskKilledError,
+    TaskTimeoutError,
+)
 from tests.sandbox.tasks import make_task
 
 TIMEOUT_S = 120.0
@@ -67,7 +73,7 @@ def test_worker_inherits_no_secrets(sandbox: Sandbox, monkeypatch: pytest.Monkey
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     names = set(sandbox.submit(make_task("get_environment")).result(TIMEOUT_S).decode().split("\n"))
     ours = {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "HF_HUB_OFFLINE", TITLE_KEEPS_ENVIRONMENT}
-    assert names <= {*ENVIRONMENT, *ours, "LC_CTYPE"}  # Python sets the last one
+    assert names <= {*ENVIRONMENT_VARIABLES, *ours, "LC_CTYPE"}  # Python sets the last one
 
 
 def test_task_error_keeps_message_and_worker(sandbox: Sandbox) -> None:
@@ -96,7 +102,7 @@ def test_deeply_nested_arguments_are_rejected(sandbox: Sandbox) -> None:
 
 def test_cpu_limit_replaces_the_worker(sandbox: Sandbox) -> None:
     pid = find_pid(sandbox)
-    with pytest.raises(TaskTimeError, match=r"longer than 0\.05 s"):
+    with pytest.raises(TaskTimeoutError, match=r"longer than 0\.05 s"):
         sandbox.submit(make_task("spin", cpu_s=0.05)).result(TIMEOUT_S)
     assert find_pid(sandbox) != pid
     assert not psutil.pid_exists(pid)  # the process was reaped
@@ -171,7 +177,7 @@ def test_worker_start_failure_is_reported(sandbox: Sandbox, monkeypatch: pytest.
 # --- The queue --------------------------------------------------------------------------------------------------------
 
 
-def test_tenants_take_turns(sandbox: Sandbox, tmp_path: Path) -> None:
+def test_tenants_are_served_round_robin(sandbox: Sandbox, tmp_path: Path) -> None:
     order: list[str] = []
     first = block(sandbox, tmp_path / "go")
     futures = []

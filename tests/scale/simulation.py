@@ -81,7 +81,7 @@ class Simulation:
     def warm_up(self) -> None:
         """Use every adapter once."""
         for name in self.random.sample(self._names, len(self._names)):
-            self.devices[self._choose(name)].use(name)
+            self.devices[self._choose_replica(name)].use(name)
         self._report()
 
     def run(self, requests: int) -> Outcome:
@@ -89,7 +89,7 @@ class Simulation:
             device.load_seconds = 0.0
         hits = 0
         for adapter in self._arrivals(requests):
-            chosen = self._choose(adapter)
+            chosen = self._choose_replica(adapter)
             is_hit = self.devices[chosen].use(adapter)
             hits += is_hit
             seconds = self.random.expovariate(1 / self.cluster.request_s) + (0.0 if is_hit else self.cluster.load_s)
@@ -137,7 +137,7 @@ class Simulation:
         for name, device in self.devices.items():
             self.placement.set_report(name, ReplicaReport(device.adapters.keys(), capacity=device.capacity), self.now)
 
-    def _choose(self, adapter: int) -> str:
+    def _choose_replica(self, adapter: int) -> str:
         if self.is_random:
             return self.random.choice(list(self.devices))
         chosen = self.placement.choose(RoutingKey(adapter), self.now)

@@ -13,7 +13,7 @@ from starlette.routing import Route
 from lorax_server.errors import BusyError
 from lorax_server.server import tokenizers as module
 from lorax_server.server.http.middleware import LARGE_BODY_BYTES, RequestMiddleware
-from lorax_server.server.routes.info import ENCODE_BATCH_TOKENS, encode_pieces
+from lorax_server.server.routes.info import ENCODE_BATCH_TOKENS, encode_token_spans
 from lorax_server.server.tokenizers import LONG_TEXT_CHARACTERS, MAX_INLINE_CHARACTERS, NUM_THREADS, Tokenizers
 from lorax_server.text.tokenizer import TextTokenizer
 from tests.server.fake_server import Routes, chat, complete
@@ -51,7 +51,7 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
 def test_tokenizer_uses_only_gil_releasing_calls(spy: Spy) -> None:
     """`encode` and `decode` would hold the GIL for seconds if the text is long."""
     tokenized = tokenizer().encode("Hello dog")
-    tokenizer().pieces("Hello dog")
+    tokenizer().tokenize_with_spans("Hello dog")
     assert tokenizer().decode(tokenized) == "Hello dog"
     assert spy.calls == ["encode_batch_fast", "encode_batch", "decode_batch"]
 
@@ -246,10 +246,10 @@ def test_event_loop_runs_between_prompts(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(set(seen)) == 5
 
 
-def test_encode_pieces_matches_plain_json() -> None:
+def test_encoded_token_spans_match_plain_json() -> None:
     for count in (0, 1, ENCODE_BATCH_TOKENS - 1, ENCODE_BATCH_TOKENS, 2 * ENCODE_BATCH_TOKENS + 5):
-        pieces = tokenizer().pieces("z" * count, False)
-        answer = encode_pieces(pieces)
+        pieces = tokenizer().tokenize_with_spans("z" * count, False)
+        answer = encode_token_spans(pieces)
         assert json.loads(bytes(answer.body)) == [piece._asdict() for piece in pieces]
         assert answer.headers["content-type"] == "application/json"
 

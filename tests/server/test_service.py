@@ -485,7 +485,7 @@ def emit_pooled(service: ServiceHarness, request_id: int) -> None:
     service.engine._deliver(Output(request_id, (), FinishReason.LENGTH, pooled=Pooled(b"", (request_id,))))
 
 
-def test_inputs_of_a_request_are_submitted_as_earlier_inputs_finish(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_are_submitted_as_earlier_inputs_finish(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_context, "MAX_INPUTS_IN_FLIGHT", 2)
 
     async def check() -> None:
@@ -503,7 +503,7 @@ def test_inputs_of_a_request_are_submitted_as_earlier_inputs_finish(monkeypatch:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_inputs_are_not_submitted_after_a_disconnect_or_failure(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+def test_no_inputs_are_submitted_after_disconnect_or_failure(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     monkeypatch.setattr(request_context, "MAX_INPUTS_IN_FLIGHT", 2)
 
     async def check() -> None:
@@ -522,7 +522,7 @@ def test_inputs_are_not_submitted_after_a_disconnect_or_failure(monkeypatch: pyt
     asyncio.run(check())
 
 
-def test_token_lists_may_have_tokens_added_by_the_adapter() -> None:
+def test_token_ids_may_include_tokens_added_by_adapter() -> None:
     async def encode(call: RequestContext) -> Response:
         call.record_model(call.service.model_names.base_selection)
         model = await call.resolve(call.service.model_names.base_selection)

@@ -113,6 +113,6 @@ class Driver:
         self.structured_output.advance([(request_id, token_id)])
         return True
 
-    def end(self, *request_ids: int) -> None:
+    def finish(self, *request_ids: int) -> None:
         for request_id in request_ids:
-            self.structured_output.end(request_id)
+            self.structured_output.finish(request_id)

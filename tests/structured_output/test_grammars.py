@@ -27,7 +27,7 @@ from lorax_server.text.tools.grammar import (
     FunctionSchema,
     MarkerWriter,
     ToolFormat,
-    write_required,
+    write_required_call_grammar,
 )
 from lorax_server.text.tools.json_formats import HermesFormat
 from lorax_server.text.tools.pythonic import PythonicFormat
@@ -333,7 +333,7 @@ def test_whitespace_between_json_tokens_is_limited(whitespace: str | None, accep
 
 
 def test_tool_arguments_have_compact_whitespace() -> None:
-    grammar = write_required(
+    grammar = write_required_call_grammar(
         HermesFormat(), [FunctionSchema("f", PERSON, True)], True, MarkerWriter(lambda _: None), None
     )
     assert json.dumps({"whitespace_pattern": " "}) in grammar
@@ -362,7 +362,7 @@ def test_grammar_depth_is_independent_of_parameter_count(form: ToolFormat) -> No
         properties: dict[str, Any] = {f"p{index}": {"type": "string"} for index in range(count)}
         functions = [FunctionSchema("f", {"type": "object", "properties": properties}, False)]
         try:
-            grammar = write_required(form, functions, False, MarkerWriter(lambda _: None), None)
+            grammar = write_required_call_grammar(form, functions, False, MarkerWriter(lambda _: None), None)
         except InputError:
             break
         count += count // 4

@@ -57,10 +57,10 @@ def test_hostile_grammar_does_not_affect_other_requests(name: str, driver: Drive
         for _ in range(NUM_TOKENS if error is None else 0):
             if not driver.advance(hostile, random):
                 break
-        driver.end(hostile)
+        driver.finish(hostile)
     assert error is None or (isinstance(error, InputError) and 5 < len(str(error)) < 1000)
     assert driver.advance(other, random)
-    driver.end(other)
+    driver.finish(other)
 
 
 # --- Trials -----------------------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def test_deep_grammar_cannot_overflow_engine_stack(driver: Driver) -> None:
         except InputError as error:
             results.add(str(error)[:23])
         else:
-            driver.end(driver.start(tried))
+            driver.finish(driver.start(tried))
             results.add("compiled")
     assert results == {"the grammar is too deep", "compiled"}
 
@@ -162,7 +162,7 @@ def test_completions_do_not_share_lexer_limits(driver: Driver, monkeypatch: pyte
         request_id = driver.start(SENTENCES)
         driver.consume(request_id, *text)
         assert driver.allowed(request_id)
-        driver.end(request_id)
+        driver.finish(request_id)
 
 
 def test_trial_measures_size_and_rejects_unmatchable_grammar(driver: Driver) -> None:

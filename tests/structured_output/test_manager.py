@@ -176,7 +176,7 @@ def test_slow_masks_fail_only_their_completion(driver: Driver, monkeypatch: pyte
 
 def test_request_removed_during_compile_is_cleaned_up(driver: Driver) -> None:
     first, ended, last = (driver.begin(LETTERS) for _ in range(3))
-    driver.end(ended)
+    driver.finish(ended)
     assert driver.settle(first) is None
     assert driver.settle(last) is None
     assert ended not in driver.structured_output
@@ -235,7 +235,7 @@ def test_fast_forward_is_disabled_for_many_completions(model: Path) -> None:
         first, second = (driver.start(from_regex("[ab]Q{12}[ab]"), fast_forward=True) for _ in range(2))
         driver.consume(first, driver.allowed(first)[0])
         assert not driver.structured_output.collect_masks([first], TIMEOUT_S)[first].forced
-        driver.end(second)
+        driver.finish(second)
         driver.consume(first, driver.allowed(first)[0])
         assert driver.structured_output.collect_masks([first], TIMEOUT_S)[first].forced
     finally:
@@ -309,7 +309,7 @@ def vocabulary_of(driver: Driver) -> Vocabulary:
 
 @pytest.mark.parametrize("max_forced", [0, 4])
 @pytest.mark.parametrize("pattern", ["(foo|bar) don't QQQQ 12 (1|2)", r"[a-c]{2,30}", r'\{"name": "[ab]{2}", "n": 1\}'])
-def test_draft_masks_equal_masks_of_single_tokens(
+def test_draft_masks_equal_single_token_masks(
     pattern: str, max_forced: int, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(matcher, "MAX_DRAFT_S", TIMEOUT_S)
@@ -340,7 +340,7 @@ def test_draft_masks_equal_masks_of_single_tokens(
                 state.consume([token_id], max_forced)
 
 
-def test_several_accepted_tokens_are_consumed(driver: Driver) -> None:
+def test_all_accepted_draft_tokens_are_consumed(driver: Driver) -> None:
     """Forced tokens may follow any of them."""
     pattern = "(foo|bar) QQQQ [ab]{2} (1|2)"
     request_id, random = driver.start(from_regex(pattern), fast_forward=True), np.random.default_rng(0)
@@ -376,11 +376,11 @@ def test_grammar_cache_is_bounded_in_bytes(model: Path, monkeypatch: pytest.Monk
     try:
         sized = [replace(from_choices([f"choice {i}"]), num_bytes=15 * 2**20) for i in range(3)]
         for structure in (*sized, sized[2], sized[1], sized[0]):  # the first was evicted by the third
-            driver.end(driver.start(structure))
+            driver.finish(driver.start(structure))
         assert [compiles.grammars.count(each.grammar) for each in sized] == [2, 1, 1]
         too_large = replace(from_choices(["other"]), num_bytes=50 * 2**20)
         for _ in range(2):
-            driver.end(driver.start(too_large))
+            driver.finish(driver.start(too_large))
         assert compiles.grammars.count(too_large.grammar) == 2
     finally:
         driver.close()
@@ -408,7 +408,7 @@ def test_grammar_of_finished_requests_is_not_compiled(model: Path, monkeypatch: 
     driver, compiles = Driver(model, build=build), Compiles(monkeypatch)
     try:
         first, ended = driver.begin(LETTERS), driver.begin(ended_grammar)
-        driver.end(ended)
+        driver.finish(ended)
         may_build.set()
         assert driver.settle(first) is None
         driver.start(from_regex("[d-f]{9}"))
@@ -427,7 +427,7 @@ def test_grammar_is_compiled_again_after_many_tokens(driver: Driver, monkeypatch
         for _ in range(6):
             driver.advance(request_id, random)
         assert driver.allowed(request_id)
-        driver.end(request_id)
+        driver.finish(request_id)
     assert len(compiles.grammars) == 2
 
 
@@ -485,7 +485,7 @@ def test_adapter_vocabularies_never_evict_base_vocabulary(driver: Driver) -> Non
     with pytest.raises(BusyError, match="custom-tokenizer adapters"):
         driver.begin(LETTERS, vocabulary=make_table(driver, 100), tenant="another tenant")
     assert driver.advance(driver.start(LETTERS, tenant="another tenant"), np.random.default_rng(0))
-    driver.end(busy[0])
+    driver.finish(busy[0])
     driver.start(LETTERS, vocabulary=make_table(driver, 100), tenant="another tenant")  # evicts an idle vocabulary
 
 
@@ -496,7 +496,7 @@ def test_vocabulary_eviction_removes_its_grammars(driver: Driver, monkeypatch: p
         MAX_VOCABULARIES,
         0,
     ):  # the last vocabulary evicts the first, which is then built again
-        driver.end(driver.start(LETTERS, vocabulary=make_table(driver, number)))
+        driver.finish(driver.start(LETTERS, vocabulary=make_table(driver, number)))
     assert len(compiles.grammars) == MAX_VOCABULARIES + 2
 
 
@@ -556,7 +556,7 @@ def test_one_tenant_cannot_use_all_adapter_vocabularies(driver: Driver) -> None:
         driver.begin(LETTERS, vocabulary=make_table(driver, 100), tenant="greedy")
     driver.start(LETTERS, vocabulary=make_table(driver, 0), tenant="greedy")  # this tenant already uses this vocabulary
     driver.start(LETTERS, vocabulary=make_table(driver, 101), tenant="other")
-    driver.end(busy[1])
+    driver.finish(busy[1])
     driver.start(LETTERS, vocabulary=make_table(driver, 100), tenant="greedy")
 
 

@@ -16,7 +16,13 @@ from transformers import PreTrainedTokenizerFast
 from lorax_server.errors import BusyError, TemplateError
 from lorax_server.sandbox.sandbox import Sandbox
 from lorax_server.sandbox.task import MAX_ERROR_CHARACTERS, SandboxTask
-from lorax_server.text.chat_template import MAX_CHARACTERS, REJECT_S, RENDER_TASK, ChatTemplate, TemplateRenderer
+from lorax_server.text.chat_template import (
+    MAX_TEMPLATE_CHARACTERS,
+    REJECTED_TEMPLATE_TTL_S,
+    RENDER_TASK,
+    ChatTemplate,
+    TemplateRenderer,
+)
 from tests.grids import slow_except
 from tests.test_imports import imported_by
 from tests.text.sandbox_workers import find_workers, wait_until_busy
@@ -304,9 +310,11 @@ def test_prompt_at_character_limit_can_be_rendered(shared: Sandbox) -> None:
 
 @pytest.mark.parametrize("character", slow_except(["a"], ["\x00", "a", "👍"]))
 def test_default_limit_counts_characters_not_bytes(character: str, single_worker: SingleWorkerRenderer) -> None:
-    assert single_worker.render(f"{{{{ '{character}' * {MAX_CHARACTERS} }}}}") == (character * MAX_CHARACTERS)
+    assert single_worker.render(f"{{{{ '{character}' * {MAX_TEMPLATE_CHARACTERS} }}}}") == (
+        character * MAX_TEMPLATE_CHARACTERS
+    )
     with pytest.raises(TemplateError, match="more than 4000000 characters"):
-        single_worker.render(f"{{{{ '{character}' * {MAX_CHARACTERS + 1} }}}}")
+        single_worker.render(f"{{{{ '{character}' * {MAX_TEMPLATE_CHARACTERS + 1} }}}}")
 
 
 def test_long_template_error_is_truncated(shared: Sandbox) -> None:
@@ -356,11 +364,11 @@ def test_endless_template_is_killed_and_temporarily_rejected(single_worker: Sing
             await impatient.render(template(ENDLESS), HI)
         assert not first.is_running()
         second = await single_worker.start_worker()
-        now[0] = REJECT_S - 1
+        now[0] = REJECTED_TEMPLATE_TTL_S - 1
         with pytest.raises(TemplateError, match="not tried again for 60 s"):
             await impatient.render(template(ENDLESS), HI)
         assert single_worker.find_workers() == [second]
-        now[0] = REJECT_S
+        now[0] = REJECTED_TEMPLATE_TTL_S
         with pytest.raises(TemplateError, match="takes longer than"):
             await impatient.render(template(ENDLESS), HI)
 

@@ -126,7 +126,7 @@ def test_min_token_count_is_zero_for_unsupported_tokenizers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL_TOKENIZERS)
-def test_pieces_match_backend_encoding(name: str) -> None:
+def test_token_spans_match_backend_encoding(name: str) -> None:
     backend = ALL_TOKENIZERS[name]()
     tokenizer = TextTokenizer(backend, {}, {})
     for text in ("  <mask> a dog, a Dog <s> <tool_call> \U0001f9ff", "", *random_texts(50, seed=2)):
@@ -134,4 +134,4 @@ def test_pieces_match_backend_encoding(name: str) -> None:
             whole = backend.encode(text, add_special_tokens=special)
             parts = zip(whole.ids, whole.offsets, strict=True)
             expected = [(token_id, backend.id_to_token(token_id) or "", *place) for token_id, place in parts]
-            assert [tuple(piece) for piece in tokenizer.pieces(text, special)] == expected
+            assert [tuple(piece) for piece in tokenizer.tokenize_with_spans(text, special)] == expected

@@ -20,12 +20,12 @@ from lorax_server.files.regular_file import read_stamp
 from lorax_server.files.tokenizer_folder import TokenizerFolder
 from lorax_server.models.pretrained import eos_token_ids, load_generation_eos
 from lorax_server.sandbox.sandbox import Sandbox
-from lorax_server.sandbox.task import ENVIRONMENT, SandboxTask, TaskError
+from lorax_server.sandbox.task import ENVIRONMENT_VARIABLES, SandboxTask, TaskError
 from lorax_server.text import convert_task, tokenizer
 from lorax_server.text.convert_task import CONVERT_TASK
 from lorax_server.text.generation_defaults import GenerationDefaults, load_generation_defaults
 from lorax_server.text.tokenizer import (
-    PLAIN_CLASSES,
+    PLAIN_TOKENIZER_CLASSES,
     TextTokenizer,
     TokenSpan,
     load_own_tokenizer,
@@ -71,7 +71,7 @@ def check_parity(folder: Path, texts: list[str] = TEXTS) -> TextTokenizer:
         for special in (True, False):
             ids = ours.encode(text, special)
             assert ids == wanted(text, add_special_tokens=special)["input_ids"]
-            assert [piece.id for piece in ours.pieces(text, special)] == ids
+            assert [piece.id for piece in ours.tokenize_with_spans(text, special)] == ids
             assert ours.decode(ids) == wanted.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
             assert ours.decode(ids, skip_special_tokens=False) == wanted.decode(ids, clean_up_tokenization_spaces=False)
     assert ours.special_tokens == wanted.special_tokens_map
@@ -142,7 +142,7 @@ def never_converts(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail_conversion(*_: Any) -> None:
         raise AssertionError("the tokenizer is converted")
 
-    monkeypatch.setattr("lorax_server.text.tokenizer._convert", fail_conversion)
+    monkeypatch.setattr("lorax_server.text.tokenizer._convert_tokenizer", fail_conversion)
 
 
 # --- The same tokens as transformers ----------------------------------------------------------------------------------
@@ -229,13 +229,13 @@ def test_truncation_and_padding_settings_are_ignored(tmp_path: Path) -> None:
     assert (ids[0], ids[-1]) == (ours.token_to_id(BOS), ours.token_to_id(EOS))
 
 
-def test_pieces_have_character_offsets(tmp_path: Path) -> None:
+def test_token_spans_have_character_offsets(tmp_path: Path) -> None:
     ours = load_tokenizer(save(tmp_path, with_all_settings(byte_level().tokenizer)))
     text = "Größe 日 dog"
-    first, *middle, last = ours.pieces(text)
+    first, *middle, last = ours.tokenize_with_spans(text)
     assert first == TokenSpan(present(ours.token_to_id(BOS)), BOS, 0, 0)
     assert last == TokenSpan(present(ours.token_to_id(EOS)), EOS, 0, 0)
-    assert middle == ours.pieces(text, add_special_tokens=False)
+    assert middle == ours.tokenize_with_spans(text, add_special_tokens=False)
     assert middle[-1].text == "Ġdog"
     assert text[middle[-1].start : middle[-1].stop].strip() == "dog"
     assert {at for piece in middle for at in range(piece.start, piece.stop)} == set(range(len(text)))
@@ -344,7 +344,10 @@ def test_conversion_environment_has_no_secrets(tmp_path: Path, monkeypatch: pyte
     assert "HF_TOKEN" not in environment
     assert seen["limits"] == {"RLIMIT_FSIZE": [convert_task.MAX_FILE_BYTES] * 2, "RLIMIT_CORE": [0, 0]}
     ours = {"HF_HUB_OFFLINE", "TIKTOKEN_CACHE_DIR", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "HOME", "TMPDIR"}
-    assert {name for name, value in environment.items() if os.environ.get(name) == value} <= {*ENVIRONMENT, *ours}
+    assert {name for name, value in environment.items() if os.environ.get(name) == value} <= {
+        *ENVIRONMENT_VARIABLES,
+        *ours,
+    }
 
 
 def test_closed_sandbox_starts_no_conversion(tmp_path: Path) -> None:
@@ -407,7 +410,7 @@ def plain(plain_folder: Path) -> TextTokenizer:
 
 
 def test_encode_rejects_lone_surrogates(plain: TextTokenizer) -> None:
-    for cut in (plain.encode, plain.pieces):
+    for cut in (plain.encode, plain.tokenize_with_spans):
         with pytest.raises(InputError, match="cannot be tokenized"):
             cut("a\ud800b")
 
@@ -488,7 +491,7 @@ def test_adapter_with_base_vocabulary_shares_it(
     plain: TextTokenizer, plain_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = save(tmp_path, byte_level().tokenizer, chat_template="of the adapter", padding_side="left")
-    monkeypatch.setattr(tokenizer, "_load", None)  # no file is loaded
+    monkeypatch.setattr(tokenizer, "_load_backend", None)  # no file is loaded
     ours = load_adapter_tokenizer(folder, plain, plain_folder)
     assert ours.chat_templates == {"default": "of the adapter"}
     assert ours.encode("Hello dog") == plain.encode("Hello dog")
@@ -510,7 +513,14 @@ def test_identical_adapter_tokenizer_returns_base_tokenizer(
 @pytest.mark.parametrize(
     ("changes", "is_shared"),
     [
-        ({"add_prefix_space": False, "clean_up_tokenization_spaces": True, "tokenizer_class": PLAIN_CLASSES[0]}, True),
+        (
+            {
+                "add_prefix_space": False,
+                "clean_up_tokenization_spaces": True,
+                "tokenizer_class": PLAIN_TOKENIZER_CLASSES[0],
+            },
+            True,
+        ),
         ({"pad_token": "<tool_call>"}, True),
         ({"split_special_tokens": True}, False),
         ({"extra_special_tokens": ["<new>"]}, False),

@@ -11,7 +11,7 @@ import torch
 from lorax_server.adapters.host import UNIT_BYTES, HostAdapter, empty_table, prepare
 from lorax_server.adapters.target import AdapterTarget, TargetKind
 from lorax_server.adapters.weights import ModuleWeights
-from lorax_server.distributed import FakeGroup, unsharded
+from lorax_server.distributed import FakeGroup, make_full_shard
 from lorax_server.errors import EngineError
 from lorax_server.kernels import NUM_OFFSETS, reference
 from lorax_server.worker import adapter_memory
@@ -24,8 +24,12 @@ from tests.worker.fake_copy_stream import FakeCopyStream
 
 INPUTS, OUTPUTS, VOCAB = 10, 24, 17
 TARGETS = {
-    "up": AdapterTarget("up", TargetKind.LINEAR, unsharded(INPUTS), unsharded(OUTPUTS), slice(0, OUTPUTS), None, None),
-    "head": AdapterTarget("head", TargetKind.HEAD, unsharded(INPUTS), unsharded(VOCAB), slice(0, VOCAB), None, None),
+    "up": AdapterTarget(
+        "up", TargetKind.LINEAR, make_full_shard(INPUTS), make_full_shard(OUTPUTS), slice(0, OUTPUTS), None, None
+    ),
+    "head": AdapterTarget(
+        "head", TargetKind.HEAD, make_full_shard(INPUTS), make_full_shard(VOCAB), slice(0, VOCAB), None, None
+    ),
 }
 DTYPES = [torch.float32, torch.bfloat16]
 

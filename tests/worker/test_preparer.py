@@ -73,7 +73,7 @@ def preparer(targets: dict[str, AdapterTarget]) -> Iterator[Preparer]:
 def stored(folder: Path, targets: dict[str, AdapterTarget]) -> AdapterCheckpoint:
     config = parse_config(json.loads((folder / CONFIG_FILE).read_text()), folder.name)
     opened = StoredAdapter(folder, config, targets)
-    return AdapterCheckpoint(folder, config, read_stamp(folder / WEIGHTS_FILE), opened.identify())
+    return AdapterCheckpoint(folder, config, read_stamp(folder / WEIGHTS_FILE), opened.compute_identity())
 
 
 def make_spec(folder: Path, targets: dict[str, AdapterTarget]) -> AdapterSpec:

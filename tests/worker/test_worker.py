@@ -23,8 +23,8 @@ from lorax_server.errors import BusyError, ConfigError, EngineError
 from lorax_server.kernels import Ops, reference
 from lorax_server.layers.norm import RMSNorm
 from lorax_server.layers.rotary import DynamicRotaryEmbedding, RotaryEmbedding
-from lorax_server.machine import GRAMMAR_CACHE_BYTES, machine_bytes, resident_bytes
-from lorax_server.model_types import MODELS
+from lorax_server.machine import GRAMMAR_CACHE_BYTES, resident_memory_bytes, total_memory_bytes
+from lorax_server.model_types import MODEL_CLASSES
 from lorax_server.models.registry import build_model, get_model
 from lorax_server.plan import (
     AdapterOp,
@@ -441,9 +441,9 @@ def test_count_blocks_within_cache_bytes(block_size: int) -> None:
 
 def test_cpu_cache_uses_quarter_of_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_paged("llama-gqa", CPU)
-    monkeypatch.setattr(memory, "free_bytes", lambda: GRAMMAR_CACHE_BYTES + 40 * block_bytes(model, 4))
+    monkeypatch.setattr(memory, "free_memory_bytes", lambda: GRAMMAR_CACHE_BYTES + 40 * block_bytes(model, 4))
     assert count_blocks(model, make_config(), 64, 10**6) == 10
-    monkeypatch.setattr(memory, "free_bytes", lambda: GRAMMAR_CACHE_BYTES + 3 * block_bytes(model, 4))
+    monkeypatch.setattr(memory, "free_memory_bytes", lambda: GRAMMAR_CACHE_BYTES + 3 * block_bytes(model, 4))
     with pytest.raises(ConfigError, match="raise cache_bytes, or lower adapter_bytes"):
         count_blocks(model, make_config(), 64, 10**6)
 
@@ -510,7 +510,7 @@ def test_cpu_memory_report_adds_up_to_rss() -> None:
     *rows, total = memory.report_memory(
         model, make_config(adapter_host_bytes=5 * 10**9), None, 1000, memory.StepMemory()
     )
-    assert total.in_use == sum(row.in_use for row in rows) == pytest.approx(resident_bytes(), rel=0.05)
+    assert total.in_use == sum(row.in_use for row in rows) == pytest.approx(resident_memory_bytes(), rel=0.05)
     limits = {row.name: row.limit for row in rows}
     assert limits["KV cache for 4000 tokens"] == 1000 * block_bytes(model, 4)
     assert limits["adapters in host memory"] == 5 * 10**9
@@ -634,7 +634,7 @@ def test_requested_but_unsupported_graphs_are_rejected() -> None:
 def test_adapter_memory_has_default_sizes() -> None:
     assert memory.adapter_bytes(make_config(), CPU) == 2**30
     assert memory.adapter_bytes(make_config(adapter_bytes=0), CPU) == 0
-    assert memory.adapter_host_bytes(make_config()) == machine_bytes() // 4
+    assert memory.adapter_host_bytes(make_config()) == total_memory_bytes() // 4
     assert memory.adapter_host_bytes(make_config(adapter_host_bytes=7)) == 7
 
 
@@ -652,7 +652,7 @@ def test_invalid_config_is_reported_at_load(content: str, tmp_path: Path) -> Non
 @pytest.fixture(scope="module")
 def codegen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = SERVED["codegen"]()
-    assert config.model_type not in MODELS
+    assert config.model_type not in MODEL_CLASSES
     return save(tmp_path_factory.mktemp("codegen"), make_model(config), make_tokenizer())
 
 

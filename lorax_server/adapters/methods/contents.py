@@ -11,10 +11,10 @@ from lorax_server.adapters.target import AdapterTarget, TargetKind
 from lorax_server.errors import AdapterError
 
 MAX_KASA_WORK = 2**35  # sum of cubed Gram matrix sizes; takes about 30 seconds on one core
-FACTORS = (TensorRole.LORA_A, TensorRole.LORA_B)
+FACTOR_ROLES = (TensorRole.LORA_A, TensorRole.LORA_B)
 # Tensors that each method trains at its target modules.
 TRAINED_ROLES = {
-    Method.LORA: FACTORS,
+    Method.LORA: FACTOR_ROLES,
     Method.IA3: (TensorRole.IA3,),
     Method.VERA: (TensorRole.VERA_B, TensorRole.VERA_D),
     Method.LN_TUNING: (TensorRole.TUNED_WEIGHT, TensorRole.TUNED_BIAS),
@@ -140,7 +140,7 @@ class AdapterContents:
 
     def _find_replaced_modules(self) -> set[str]:
         """Return the modules that the adapter replaces entirely: `modules_to_save` and LN tuning targets."""
-        replaced = {module for module in self._targets if self._is_saved(module)}
+        replaced = {module for module in self._targets if self._is_in_modules_to_save(module)}
         if self.config.method is not Method.LN_TUNING:
             return replaced
         for module, keys in self.keys.items():
@@ -153,7 +153,7 @@ class AdapterContents:
                     replaced.add(module)
         return replaced
 
-    def _is_saved(self, module: str) -> bool:
+    def _is_in_modules_to_save(self, module: str) -> bool:
         """Return True if `modules_to_save` names the module or one of its parents."""
         words = self._checkpoint_names.get(module, module).split(".")
         return any(".".join(words[: i + 1]).endswith(self.config.modules_to_save) for i in range(len(words)))
@@ -256,7 +256,7 @@ class AdapterContents:
         for role, key in keys.items():
             if role not in served:
                 raise self._error(key, f"does not belong to {method.value}, the peft_type in the config")
-        for first, second in (FACTORS, TRAINED_ROLES[Method.VERA]):
+        for first, second in (FACTOR_ROLES, TRAINED_ROLES[Method.VERA]):
             if (first in keys) != (second in keys):
                 present = keys.get(first) or keys[second]
                 raise self._error(present, f"has no counterpart: {first.value} and {second.value} are both required")

@@ -21,12 +21,12 @@ EXPERT_KEY = regex.compile(
     r"(?P<module>.+\.experts)(?:\.(?P<expert>\d+)\.(?P<matrix>\w+)|(?P<nested>(?:\.base_layer)*))"
     r"\.lora_(?P<factor>[AB])(?:\.[^.]+)?\.weight"
 )
-PARAMETERS = ("gate_up_proj", "down_proj")  # in the order in which PEFT wraps them
+EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")  # in the order in which PEFT wraps them
 
-Read = Callable[[TensorRole, str], torch.Tensor]
+ReadTensor = Callable[[TensorRole, str], torch.Tensor]
 
 
-class Factors(NamedTuple):
+class FactorLocation(NamedTuple):
     """The location of a target's factors in the file."""
 
     keys: Mapping[str, list[str]]  # "A" and "B" -> one tensor per expert, or one tensor for all experts
@@ -47,16 +47,16 @@ class ExpertFactors:
             assert target.experts is not None
             self._modules.setdefault(target.experts.module, []).append((target, target.experts))
         self.keys: set[str] = set()  # the tensors that belong to experts
-        self.by_target: dict[str, Factors] = {}
+        self.by_target: dict[str, FactorLocation] = {}
         found = self._find_keys() if self._modules else {}
         if found and config.use_dora:
             raise self._error("config field use_dora = True is not supported for experts")
         for module, members in self._modules.items():
             name, single, fused = found.get(module, (module, {}, {}))
-            self._assign_single(name, members, single)
-            self._assign_fused(name, members, fused)
+            self._assign_per_expert_tensors(name, members, single)
+            self._assign_fused_tensors(name, members, fused)
 
-    def load(self, target_name: str, read: Read) -> tuple[torch.Tensor, torch.Tensor]:
+    def load(self, target_name: str, read: ReadTensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the factors A `[experts, rank, in]` and B `[experts, out, rank]` of a target."""
         target, factors = self._targets[target_name], self.by_target[target_name]
         experts = target.experts
@@ -72,7 +72,7 @@ class ExpertFactors:
             rows.reshape(target.outputs.full, factors.rank, experts.num_experts).permute(2, 0, 1),
         )
 
-    def find_shared(self, target_name: str) -> str | None:
+    def find_shared_a_target(self, target_name: str) -> str | None:
         """Return the earlier target whose A this target shares, because PEFT stores both in one parameter."""
         keys = self.by_target[target_name].keys["A"]
         first = next(name for name, factors in self.by_target.items() if factors.keys["A"] == keys)
@@ -108,7 +108,7 @@ class ExpertFactors:
             self.keys.add(key)
         return found
 
-    def _assign_single(
+    def _assign_per_expert_tensors(
         self,
         name: str,
         members: list[tuple[AdapterTarget, ExpertTarget]],
@@ -133,18 +133,18 @@ class ExpertFactors:
                 self._check_shape(group["A"], (rank, target.inputs.full))
                 self._check_shape(group["B"], (target.outputs.full, rank))
             keys = {factor: [group[factor] for group in groups] for factor in "AB"}
-            self.by_target[target.name] = Factors(keys, rank, scale)
+            self.by_target[target.name] = FactorLocation(keys, rank, scale)
         for (matrix, expert), group in tensors.items():
             raise self._error(
                 f"tensor {next(iter(group.values()))!r} targets expert {expert} and matrix {matrix!r}, which the base "
                 "model does not have"
             )
 
-    def _assign_fused(
+    def _assign_fused_tensors(
         self, name: str, members: list[tuple[AdapterTarget, ExpertTarget]], tensors: dict[int, dict[str, str]]
     ) -> None:
         """Assign the tensors of an adapter with `target_parameters`."""
-        targeted = [one for one in PARAMETERS if self._config.is_target_parameter(f"{name}.{one}")]
+        targeted = [one for one in EXPERT_PARAMETERS if self._config.is_target_parameter(f"{name}.{one}")]
         if set(tensors) != set(range(len(targeted))) or any(len(group) != 2 for group in tensors.values()):
             raise self._error(
                 f"module {name!r} must have LoRA factors for the parameters that target_parameters in the config "
@@ -162,7 +162,7 @@ class ExpertFactors:
                 if target.name in self.by_target:
                     raise self._error(f"module {name!r} has factors for single experts and for all experts")
                 keys = {factor: [group[factor]] for factor in "AB"}
-                self.by_target[target.name] = Factors(keys, rank, self._config.scale(full_name))
+                self.by_target[target.name] = FactorLocation(keys, rank, self._config.scale(full_name))
 
     def _check_shape(self, key: str, expected: tuple[int, ...]) -> None:
         shape = self._tensors[key].shape

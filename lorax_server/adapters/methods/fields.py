@@ -25,27 +25,27 @@ class Method(Enum):
 class MethodFields:
     """The adapter config fields of a PEFT method, grouped by how the server handles them."""
 
-    served: set[str]
-    training: set[str]  # no effect on inference
+    supported: set[str]
+    training_only: set[str]  # no effect on inference
     unsupported: Mapping[str, str] = field(default_factory=dict)  # field name -> feature description
 
 
 # Fields that all methods have.
-SERVED_BY_ALL = {"base_model_name_or_path", "modules_to_save", "target_modules"}
-TRAINING_OF_ALL = {
+COMMON_SUPPORTED_FIELDS = {"base_model_name_or_path", "modules_to_save", "target_modules"}
+COMMON_TRAINING_FIELDS = {
     *("auto_mapping", "fan_in_fan_out", "inference_mode", "peft_type", "peft_version", "revision", "runtime_config"),
     "task_type",
 }
-FIELDS = {
+FIELDS_BY_METHOD = {
     Method.LORA: MethodFields(
-        SERVED_BY_ALL
+        COMMON_SUPPORTED_FIELDS
         | {
             *("alora_invocation_tokens", "alpha_pattern", "bias", "ensure_weight_tying", "exclude_modules"),
             *("kasa_config", "layers_pattern"),
             *("layers_to_transform", "lora_alpha", "lora_bias", "r", "rank_pattern", "trainable_token_indices"),
             *("target_parameters", "use_bdlora", "use_dora", "use_rslora"),
         },
-        TRAINING_OF_ALL
+        COMMON_TRAINING_FIELDS
         | {
             *("corda_config", "eva_config", "init_lora_weights", "loftq_config", "lora_dropout", "lora_ga_config"),
             *("megatron_core", "merge_weights", "monteclora_config", "qalora_group_size", "velora_config"),
@@ -59,19 +59,20 @@ FIELDS = {
         },
     ),
     Method.IA3: MethodFields(
-        SERVED_BY_ALL | {"exclude_modules", "feedforward_modules"}, TRAINING_OF_ALL | {"init_ia3_weights"}
+        COMMON_SUPPORTED_FIELDS | {"exclude_modules", "feedforward_modules"},
+        COMMON_TRAINING_FIELDS | {"init_ia3_weights"},
     ),
     Method.VERA: MethodFields(
-        SERVED_BY_ALL
+        COMMON_SUPPORTED_FIELDS
         | {"bias", "layers_pattern", "layers_to_transform", "projection_prng_key", "r", "save_projection"},
-        TRAINING_OF_ALL | {"d_initial", "init_weights", "vera_dropout"},
+        COMMON_TRAINING_FIELDS | {"d_initial", "init_weights", "vera_dropout"},
     ),
-    Method.LN_TUNING: MethodFields(SERVED_BY_ALL | {"exclude_modules"}, TRAINING_OF_ALL),
+    Method.LN_TUNING: MethodFields(COMMON_SUPPORTED_FIELDS | {"exclude_modules"}, COMMON_TRAINING_FIELDS),
 }
-BIAS_VALUES = {Method.LORA: ("none", "all", "lora_only"), Method.VERA: ("none", "all", "vera_only")}
+BIAS_VALUES_BY_METHOD = {Method.LORA: ("none", "all", "lora_only"), Method.VERA: ("none", "all", "vera_only")}
 # Initializations that modify the base model weights.
 BASE_CHANGING_INITS = ("pissa", "olora", "loftq", "corda", "lora_ga")
-KNOWN_INITS = ("true", "false", "gaussian", "orthogonal", "eva", "mica", *BASE_CHANGING_INITS)
+ACCEPTED_INITS = ("true", "false", "gaussian", "orthogonal", "eva", "mica", *BASE_CHANGING_INITS)
 # Values of `task_type`.
 GENERATIVE_TASK = "CAUSAL_LM"
 POOLING_TASKS = ("FEATURE_EXTRACTION", "SEQ_CLS", "TOKEN_CLS")
@@ -127,18 +128,18 @@ class ConfigReader:
                 "modified the base model weights before training; convert the adapter with PEFT's "
                 "save_pretrained(..., path_initial_model_for_weight_conversion=...)",
             )
-        if init not in KNOWN_INITS:
+        if init not in ACCEPTED_INITS:
             raise self.error("init_lora_weights", "is unknown and may have modified the base model weights")
 
     def check_fields(self, method: Method) -> None:
-        fields = FIELDS[method]
+        fields = FIELDS_BY_METHOD[method]
         for key, value in self.raw.items():
-            if is_disabled(value) or key in fields.served | fields.training:
+            if is_disabled(value) or key in fields.supported | fields.training_only:
                 continue
             if key in fields.unsupported:
                 raise self.error(key, f"is not supported: {fields.unsupported[key]}")
             raise self.error(key, "is unknown and may change the result; set it to null if it does not")
-        biases = BIAS_VALUES.get(method, ())
+        biases = BIAS_VALUES_BY_METHOD.get(method, ())
         if biases and self.raw.get("bias", "none") not in biases:
             raise self.error("bias", f"must be one of {biases[0]}, {biases[1]} and {biases[2]}")
 

@@ -24,16 +24,16 @@ from lorax_server.files.regular_file import stat_or_none
 
 logger = logging.getLogger(__name__)
 
-MIN_IN_USE_S = 300.0  # how long a version is protected after its last use; a longer adapter timeout extends it
-MAX_IN_USE_S = 86400.0  # upper limit, so that files become evictable even without an adapter timeout
+MIN_IN_USE_PERIOD_S = 300.0  # how long a version is protected after its last use; a longer adapter timeout extends it
+MAX_IN_USE_PERIOD_S = 86400.0  # upper limit, so that files become evictable even without an adapter timeout
 MARK_INTERVAL_S = 60.0  # how often the marks of versions in use are renewed
 MEASURE_INTERVAL_S = 60.0  # how often disk usage is measured again, because other processes can change it
 EVICTION_TARGET_FRACTION = 0.9  # evict below the limit, so that the next downloads fit without eviction
 
 
-def compute_in_use_s(adapter_timeout_s: float) -> float:
+def compute_in_use_period_s(adapter_timeout_s: float) -> float:
     """Return the number of seconds after its last use for which a cached version is protected from eviction."""
-    return max(MIN_IN_USE_S, min(adapter_timeout_s + MARK_INTERVAL_S, MAX_IN_USE_S))
+    return max(MIN_IN_USE_PERIOD_S, min(adapter_timeout_s + MARK_INTERVAL_S, MAX_IN_USE_PERIOD_S))
 
 
 def mark_path(folder: Path) -> Path:
@@ -77,7 +77,7 @@ class DiskBudget:
         folder: Path,
         max_bytes: int | None = None,
         *,
-        in_use_s: float = MIN_IN_USE_S,
+        in_use_s: float = MIN_IN_USE_PERIOD_S,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._folder = folder
@@ -116,12 +116,12 @@ class DiskBudget:
     def remove_interrupted_downloads(self) -> dict[Path, int]:
         """Remove old files from interrupted downloads. Return the sizes of recent files, which are kept."""
         sizes = {}
-        for path, used_at in self._find_unfinished():
+        for path, used_at in self._find_interrupted_downloads():
             blob = path.with_name(path.name.removesuffix(PART_SUFFIX))
             try:
                 sizes[path] = path.stat().st_size
-                if abs(self._now() - used_at) >= MIN_IN_USE_S:
-                    with _locked([blob]):
+                if abs(self._now() - used_at) >= MIN_IN_USE_PERIOD_S:
+                    with _lock_blobs([blob]):
                         path.unlink()
                         blob.with_name(blob.name + LOCK_SUFFIX).unlink(missing_ok=True)
                         del sizes[path]
@@ -132,27 +132,27 @@ class DiskBudget:
         return sizes
 
     @property
-    def _excess(self) -> int:
+    def _count_excess_bytes(self) -> int:
         """Return the number of bytes by which caches and current downloads exceed the limit."""
         return self._used + sum(num_bytes for num_bytes, _ in self._downloads) - self._limit
 
     def _free_space(self, label: str, num_bytes: int) -> None:
-        if abs(self._now() - self._measured_at) < MEASURE_INTERVAL_S and self._excess <= 0:
+        if abs(self._now() - self._measured_at) < MEASURE_INTERVAL_S and self._count_excess_bytes <= 0:
             return
         with convert_disk_errors(label):
             self._folder.mkdir(parents=True, exist_ok=True)
             sizes = self.remove_interrupted_downloads()
             versions = list(self._find_versions())
-            self._measure(versions, sizes)
-            if self._excess > 0 and num_bytes <= self._limit:
+            self._measure_usage(versions, sizes)
+            if self._count_excess_bytes > 0 and num_bytes <= self._limit:
                 self._evict(versions, sizes)
-        if self._excess > 0:
+        if self._count_excess_bytes > 0:
             size = f"{label}: needs {num_bytes} bytes of disk space, the limit for all adapters is {self._limit}"
             if num_bytes > self._limit:
                 raise AdapterError(f"{size}; the server's operator can raise --adapter-disk-bytes or free the disk")
             raise SourceError(f"{size} and the other adapters are in use; try again in a few minutes")
 
-    def _measure(self, versions: Collection[CachedVersion], sizes: dict[Path, int]) -> None:
+    def _measure_usage(self, versions: Collection[CachedVersion], sizes: dict[Path, int]) -> None:
         """Update the limit and the used bytes. In `sizes`, add the versions' files and remove current downloads."""
         for version in versions:
             sizes.update(version.files)
@@ -175,10 +175,10 @@ class DiskBudget:
             else:
                 in_use.update(version.files)
         evictable = {path for version in idle for path in version.files} - in_use
-        if sum(sizes.get(path, 0) for path in evictable) < self._excess:
+        if sum(sizes.get(path, 0) for path in evictable) < self._count_excess_bytes:
             return
         for version in idle:
-            if self._excess <= (EVICTION_TARGET_FRACTION - 1) * self._limit:
+            if self._count_excess_bytes <= (EVICTION_TARGET_FRACTION - 1) * self._limit:
                 return
             self._used -= self._remove(version)
 
@@ -191,9 +191,9 @@ class DiskBudget:
         The mark file is removed last, so that the eviction can be repeated after a crash.
         """
         freed, repo = 0, version.folder.parent.parent
-        others = [folder for folder in _list(version.folder.parent) if folder != version.folder]
+        others = [folder for folder in _list_folder(version.folder.parent) if folder != version.folder]
         try:
-            with _locked(version.files):
+            with _lock_blobs(version.files):
                 if not self._is_idle(version):
                     return 0
                 for blob in set(version.files).difference(*map(_find_blobs, others)):
@@ -217,28 +217,28 @@ class DiskBudget:
 
     def _find_versions(self) -> Iterator[CachedVersion]:
         for repo in self._list_repos():
-            for mark in _list(repo / ".lorax"):
+            for mark in _list_folder(repo / ".lorax"):
                 folder = repo / "snapshots" / mark.name
                 yield CachedVersion(folder, _mtime_of(mark), {blob: _size_of(blob) for blob in _find_blobs(folder)})
 
-    def _find_unfinished(self) -> Iterator[tuple[Path, float]]:
+    def _find_interrupted_downloads(self) -> Iterator[tuple[Path, float]]:
         """Yield the path and last use time of each partial download and of each blob without a version."""
         for repo in self._list_repos():
-            marks = _list(repo / ".lorax")
+            marks = _list_folder(repo / ".lorax")
             used_at = max(map(_mtime_of, marks), default=0.0)
-            linked = set[Path]().union(*map(_find_blobs, _list(repo / "snapshots")))
-            for path in _list(repo / "blobs"):
+            linked = set[Path]().union(*map(_find_blobs, _list_folder(repo / "snapshots")))
+            for path in _list_folder(repo / "blobs"):
                 if path.suffix == PART_SUFFIX:
                     yield path, _mtime_of(path)
                 elif marks and not path.suffix and path not in linked:
                     yield path, used_at
 
     def _list_repos(self) -> Iterator[Path]:
-        return (repo for cache in self._caches for repo in _list(cache))
+        return (repo for cache in self._caches for repo in _list_folder(cache))
 
 
 @contextmanager
-def _locked(blobs: Collection[Path]) -> Iterator[None]:
+def _lock_blobs(blobs: Collection[Path]) -> Iterator[None]:
     """Prevent downloads of these blobs while the context is active. Raise Timeout if a blob is being downloaded."""
     with ExitStack() as locks:
         for blob in blobs:
@@ -256,7 +256,7 @@ def _find_blobs(folder: Path) -> set[Path]:
     return blobs
 
 
-def _list(folder: Path) -> list[Path]:
+def _list_folder(folder: Path) -> list[Path]:
     try:
         return [folder / name for name in os.listdir(folder)]
     except OSError:

@@ -16,13 +16,13 @@ from cachetools import LRUCache, TLRUCache, cachedmethod
 
 from lorax_server.adapters.checkpoint import read_header
 from lorax_server.adapters.config import AdapterConfig, check_base_model, parse_config
-from lorax_server.adapters.identity import identify
+from lorax_server.adapters.identity import compute_identity
 from lorax_server.adapters.methods.size import count_elements
 from lorax_server.adapters.sources.source import (
     MAX_NAME_LENGTH,
     AdapterSources,
-    BaseModelType,
     FetchedAdapter,
+    FindBaseModelType,
     RefKey,
     make_ref_key,
     read_json,
@@ -118,7 +118,7 @@ class AdapterFinder:
                 return replace(found, files=files, roots=roots, is_settled=settled)
         raise failure
 
-    def _check_config(self, key: RefKey, raw: Mapping[str, Any], base_model_type: BaseModelType) -> None:
+    def _check_config(self, key: RefKey, raw: Mapping[str, Any], base_model_type: FindBaseModelType) -> None:
         source, name, token_hash = key
         config = parse_config(raw, name)
         base_type = None
@@ -127,7 +127,7 @@ class AdapterFinder:
         check_base_model(config, self._model_type, self._model_class, base_type, self._task)
 
     @cachedmethod(attrgetter("_base_types"), key=lambda _, key, __: key, lock=attrgetter("_lock"))
-    def _find_base_type(self, key: RefKey, base_model_type: BaseModelType) -> str | None:
+    def _find_base_type(self, key: RefKey, base_model_type: FindBaseModelType) -> str | None:
         return base_model_type(key[1])
 
     def _identify(self, name: str, fetched: FetchedAdapter) -> FoundAdapter | None:
@@ -173,7 +173,7 @@ class AdapterFinder:
         is_cacheable = is_settled(stamp, self._time_ns())
         tensors = read_header(path, config.name, stamp)
         num_elements = count_elements(config, tensors, self._max_inputs)
-        identity = identify(config, path, tensors, stamp), num_elements
+        identity = compute_identity(config, path, tensors, stamp), num_elements
         if is_cacheable and read_stamp_or_none(path) == stamp:
             with self._lock:
                 self._identities[key] = identity

@@ -62,7 +62,7 @@ class HubSource(RemoteSource):
         """Raise an error unless the token grants access to the files. Listing files is not enough, because even gated
         repositories have a public file list.
         """
-        repo, revision = self._parse(name)
+        repo, revision = self._parse_name(name)
         if self._offline:
             return
         label, url = self._label(name), self._file_url(repo, revision, CONFIG_FILE)
@@ -72,7 +72,7 @@ class HubSource(RemoteSource):
                 _check_status(response, label)
 
     def find(self, name: str, token: str | None) -> AdapterFiles:
-        repo, revision = self._parse(name)
+        repo, revision = self._parse_name(name)
         if self._offline:
             return self._find_in_cache(name)
         files = self._read_info(repo, self._request_info(name, token))
@@ -93,7 +93,7 @@ class HubSource(RemoteSource):
         return described if isinstance(described, str) else super().base_model_type(name, token)
 
     def _request_info(self, name: str, token: str | None) -> Mapping[str, Any]:
-        repo, revision = self._parse(name)
+        repo, revision = self._parse_name(name)
         url = f"{self._endpoint}/api/models/{repo}/revision/{quote(revision, safe='')}?blobs=true"
         label, content, deadline = self._label(name), bytearray(), time.monotonic() + self._timeout_s
         with self._connect(token) as client, _convert_http_errors(label), client.stream("GET", url) as response:
@@ -101,13 +101,13 @@ class HubSource(RemoteSource):
             for chunk in response.iter_raw():  # without decompression, whose output size is unlimited
                 content += chunk
                 if len(content) > MAX_INFO_BYTES:
-                    raise _invalid_response(label)
+                    raise _make_response_error(label)
                 if time.monotonic() > deadline:
                     raise SourceError(f"{label}: the hub responds too slowly; try again later")
         try:
             return parse_json(bytes(content))
         except ValueError as error:
-            raise _invalid_response(label) from error
+            raise _make_response_error(label) from error
 
     def _read_info(self, repo: str, info: Mapping[str, Any]) -> AdapterFiles:
         """Validate the repository info and return its files. The commit and the digests must be valid, because they
@@ -120,13 +120,13 @@ class HubSource(RemoteSource):
             digests = {file: entry.get("sha256") or entry["blobId"] for file, entry in chosen.items()}
             is_valid = COMMIT_PATTERN.fullmatch(info["sha"]) and all(map(DIGEST_PATTERN.fullmatch, digests.values()))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise _invalid_response(self._label(repo)) from error
+            raise _make_response_error(self._label(repo)) from error
         if not is_valid or any(size < 0 for size in sizes.values()):
-            raise _invalid_response(self._label(repo))
+            raise _make_response_error(self._label(repo))
         return AdapterFiles(self.kind, repo, info["sha"], sizes, digests)
 
     def _find_in_cache(self, name: str) -> AdapterFiles:
-        repo, revision = self._parse(name)
+        repo, revision = self._parse_name(name)
         ref = self._repo_folder(repo) / "refs" / revision
         commit = ref.read_text() if os.path.isfile(ref) else revision
         folder = self._repo_folder(repo) / "snapshots" / commit
@@ -134,7 +134,7 @@ class HubSource(RemoteSource):
         found = {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths if path.is_file()}
         sizes = {file: found[file] for file in self._select_files(found)} if found else {}
         if not sizes:
-            raise self._not_cached(name)
+            raise self._make_not_cached_error(name)
         return AdapterFiles(self.kind, repo, commit, sizes)
 
     def _repo_folder(self, name: str) -> Path:
@@ -142,7 +142,7 @@ class HubSource(RemoteSource):
 
     def _blob_name(self, files: AdapterFiles, file: str) -> str:
         if self._offline:
-            raise self._not_cached(files.name)
+            raise self._make_not_cached_error(files.name)
         return files.tags[file]
 
     def _connect(self, token: str | None) -> httpx2.Client:
@@ -163,13 +163,13 @@ class HubSource(RemoteSource):
             # Servers may ignore the range and send the whole file.
             yield offset if response.status_code == 206 else 0, response.iter_raw()
 
-    def _make_check(self, client: httpx2.Client, files: AdapterFiles, file: str) -> Callable[[Path], bool]:  # noqa: ARG002
+    def _make_checksum_test(self, client: httpx2.Client, files: AdapterFiles, file: str) -> Callable[[Path], bool]:  # noqa: ARG002
         return partial(_has_digest, size=files.sizes[file], digest=files.tags[file])
 
     def _file_url(self, repo: str, revision: str, file: str) -> str:
         return f"{self._endpoint}/{repo}/resolve/{quote(revision, safe='')}/{quote(file)}"
 
-    def _parse(self, name: str) -> tuple[str, str]:
+    def _parse_name(self, name: str) -> tuple[str, str]:
         repo, at, revision = name.partition("@")
         try:
             validate_repo_id(repo)
@@ -181,7 +181,7 @@ class HubSource(RemoteSource):
             )
         return repo, revision or constants.DEFAULT_REVISION
 
-    def _not_cached(self, name: str) -> AdapterNotFoundError:
+    def _make_not_cached_error(self, name: str) -> AdapterNotFoundError:
         return AdapterNotFoundError(f"{self._label(name)}: not found in the cache, and the server is in offline mode")
 
 
@@ -207,7 +207,7 @@ def _check_status(response: httpx2.Response, label: str) -> None:
         raise SourceError(f"{label}: the hub returned status {status}; try again later")
 
 
-def _invalid_response(label: str) -> SourceError:
+def _make_response_error(label: str) -> SourceError:
     return SourceError(f"{label}: invalid response from the hub; check the server's hub endpoint")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path, PurePath, PurePosixPath
 
 from lorax_server.adapters.sources.source import MAX_NAME_LENGTH, AdapterFiles, Source, WatchedPaths
 from lorax_server.errors import AdapterError, AdapterNotFoundError, SourceError
-from lorax_server.files.adapter_files import KNOWN_FILES, TEMPLATES_FOLDER, is_template_file
+from lorax_server.files.adapter_files import READABLE_FILES, TEMPLATES_FOLDER, is_template_file
 from lorax_server.files.regular_file import Stamp, stamp_from_stat, stamped_size
 
 MAX_TEMPLATE_ENTRIES = 1000  # limit for directory entries in the template folder
@@ -31,7 +31,7 @@ class LocalSource(Source):
         self._roots = [Path(os.path.abspath(root)) for root in roots]
 
     def authorize(self, name: str, token: str | None) -> None:  # noqa: ARG002 - all clients may read the roots
-        self._folder(name)
+        self._find_folder(name)
 
     def find_watched_paths(self, name: str) -> WatchedPaths:
         """Return the possible adapter and template folders below each root.
@@ -47,24 +47,24 @@ class LocalSource(Source):
         return WatchedPaths([root / name / folder for root in roots for folder in ("", TEMPLATES_FOLDER)], roots)
 
     def find(self, name: str, token: str | None) -> AdapterFiles:  # noqa: ARG002
-        return self._find(name)[1]
+        return self._find_files(name)[1]
 
     def fetch(self, files: AdapterFiles, names: Sequence[str], token: str | None) -> Path:  # noqa: ARG002
-        folder, now = self._find(files.name)
+        folder, now = self._find_files(files.name)
         if now.version != files.version:
             raise SourceError(f"adapter {files.name!r}: its files changed while they were read; try again")
         return folder
 
-    def _find(self, name: str) -> tuple[Path, AdapterFiles]:
-        folder, root = self._folder(name)
-        files = [file for file in KNOWN_FILES if os.path.lexists(f"{folder}/{file}")]
+    def _find_files(self, name: str) -> tuple[Path, AdapterFiles]:
+        folder, root = self._find_folder(name)
+        files = [file for file in READABLE_FILES if os.path.lexists(f"{folder}/{file}")]
         files += _list_templates(folder, root, name)
         stamps = {file: _stamp_file_below_root(folder / file, root, name) for file in files}
         version = hashlib.sha256(repr(list(stamps.items())).encode()).hexdigest()
         sizes = {file: stamped_size(stamp) for file, stamp in stamps.items()}
         return folder, AdapterFiles(self.kind, name, version, sizes, stamps=stamps)
 
-    def _folder(self, name: str) -> tuple[Path, Path]:
+    def _find_folder(self, name: str) -> tuple[Path, Path]:
         """Return the adapter folder and its root, both with links resolved."""
         roots = self._roots if is_unambiguous_name(name) else []
         for root in roots:

@@ -86,7 +86,7 @@ class RemoteSource(Source):
         """Request a file, starting at an offset. Yield the response's start offset and its chunks."""
 
     @abstractmethod
-    def _make_check(self, client: Any, files: AdapterFiles, file: str) -> Callable[[Path], bool]:
+    def _make_checksum_test(self, client: Any, files: AdapterFiles, file: str) -> Callable[[Path], bool]:
         """Return a function that returns True if a downloaded file has the right content."""
 
     def _label(self, name: str) -> str:
@@ -103,7 +103,7 @@ class RemoteSource(Source):
                 self._download_all(client, files, folder, blobs)
             with convert_disk_errors(label):
                 for file, blob in blobs.items():
-                    _link(folder / file, blob)
+                    _link_blob(folder / file, blob)
 
     @contextmanager
     def _reserve_space(self, label: str, folder: Path, sizes: dict[Path, int]) -> Iterator[None]:
@@ -136,7 +136,7 @@ class RemoteSource(Source):
             label, open_at = f"{self._label(files.name)}: {file}", partial(self._open, client, files, file)
             try:
                 if not failures:
-                    check = self._make_check(client, files, file)
+                    check = self._make_checksum_test(client, files, file)
                     download(Download(label, blobs[file], files.sizes[file], check, open_at, self._timeout_s, on_chunk))
             except BaseException as error:
                 failures.append(error)
@@ -150,7 +150,7 @@ class RemoteSource(Source):
             raise failures[0]
 
 
-def _link(path: Path, blob: Path) -> None:
+def _link_blob(path: Path, blob: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     new.symlink_to(os.path.relpath(blob, path.parent))

@@ -55,15 +55,15 @@ class S3Source(RemoteSource):
         with self._convert_s3_errors(name):
             listed = self._client.list_objects_v2(Bucket=self._bucket, Prefix=self._folder(name), MaxKeys=1)
         if not listed.get("Contents"):
-            raise self._not_found(name)
+            raise self._make_not_found_error(name)
 
     def find(self, name: str, token: str | None) -> AdapterFiles:  # noqa: ARG002
         folder = self._folder(name)
-        listed, subfolders = self._list(folder, name)
+        listed, subfolders = self._list_objects(folder, name)
         if not listed:
-            raise self._not_found(name)
+            raise self._make_not_found_error(name)
         if f"{TEMPLATES_FOLDER}/" in subfolders:
-            templates, _ = self._list(f"{folder}{TEMPLATES_FOLDER}/", name)
+            templates, _ = self._list_objects(f"{folder}{TEMPLATES_FOLDER}/", name)
             listed |= {f"{TEMPLATES_FOLDER}/{file}": item for file, item in templates.items()}
         files = self._select_files(listed)
         version = hashlib.sha256(repr([(file, *listed[file]) for file in files]).encode()).hexdigest()
@@ -83,20 +83,22 @@ class S3Source(RemoteSource):
     def _open(self, client: Any, files: AdapterFiles, file: str, offset: int) -> Iterator[tuple[int, Iterator[bytes]]]:
         range_header = {"Range": f"bytes={offset}-"} if offset else {}
         with self._convert_s3_errors(files.name):
-            reply = client.get_object(**self._object(files, file), **range_header)
+            reply = client.get_object(**self._make_object_args(files, file), **range_header)
             with closing(reply["Body"]) as body:
                 # Servers may ignore the range and send the whole file.
                 yield offset if "ContentRange" in reply else 0, body.iter_chunks(CHUNK_BYTES)
 
-    def _make_check(self, client: Any, files: AdapterFiles, file: str) -> Callable[[Path], bool]:
+    def _make_checksum_test(self, client: Any, files: AdapterFiles, file: str) -> Callable[[Path], bool]:
         with self._convert_s3_errors(files.name):
-            return partial(_is_valid, head=client.head_object(**self._object(files, file), ChecksumMode="ENABLED"))
+            return partial(
+                _is_valid, head=client.head_object(**self._make_object_args(files, file), ChecksumMode="ENABLED")
+            )
 
-    def _object(self, files: AdapterFiles, file: str) -> dict[str, str]:
+    def _make_object_args(self, files: AdapterFiles, file: str) -> dict[str, str]:
         # The ETag selects the version that `find` returned.
         return {"Bucket": self._bucket, "Key": self._folder(files.name) + file, "IfMatch": files.tags[file]}
 
-    def _list(self, folder: str, name: str) -> tuple[dict[str, tuple[int, str]], set[str]]:
+    def _list_objects(self, folder: str, name: str) -> tuple[dict[str, tuple[int, str]], set[str]]:
         """Return the size and ETag of each file in a folder, and the names of its subfolders."""
         # The delimiter excludes subfolder contents.
         pages = self._client.get_paginator("list_objects_v2").paginate(
@@ -120,7 +122,7 @@ class S3Source(RemoteSource):
         names = path.rstrip("/").split("/")
         # Servers that store keys as files may interpret these components as paths.
         if "\\" in path or set(names) & {"", ".", ".."}:
-            raise self._not_found(name)
+            raise self._make_not_found_error(name)
         return "/".join([self._prefix, *names]).lstrip("/") + "/"
 
     @contextmanager
@@ -131,7 +133,7 @@ class S3Source(RemoteSource):
         try:
             yield
         except ClientError as error:
-            raise self._status_error(name, error.response["ResponseMetadata"].get("HTTPStatusCode", 0)) from error
+            raise self._make_status_error(name, error.response["ResponseMetadata"].get("HTTPStatusCode", 0)) from error
         except KeyError as error:
             raise SourceError(
                 f"{label}: the response has no {error}; check that the address is an S3 bucket"
@@ -139,17 +141,17 @@ class S3Source(RemoteSource):
         except BotoCoreError as error:
             raise SourceError(f"{label}: the bucket cannot be read ({type(error).__name__}); {RETRY_ADVICE}") from error
 
-    def _status_error(self, name: str, status: int) -> AdapterError:
+    def _make_status_error(self, name: str, status: int) -> AdapterError:
         label = self._label(name)
         if status in (401, 403):
             return AdapterAccessError(f"{label}: the bucket rejects the server's credentials ({status}); check them")
         if status == 404:
-            return self._not_found(name)
+            return self._make_not_found_error(name)
         if status == 412:
             return SourceError(f"{label}: its files changed during the download; try again")
         return SourceError(f"{label}: the bucket returned status {status}; {RETRY_ADVICE}")
 
-    def _not_found(self, name: str) -> AdapterNotFoundError:
+    def _make_not_found_error(self, name: str) -> AdapterNotFoundError:
         return AdapterNotFoundError(f"{self._label(name)}: no such folder in the server's bucket; check the name")
 
 

@@ -102,8 +102,8 @@ class Source(ABC):
         return model_type if isinstance(model_type, str) else None
 
 
-BaseModelType = Callable[[str], str | None]
-CheckConfig = Callable[[Mapping[str, Any], BaseModelType], None]
+FindBaseModelType = Callable[[str], str | None]
+CheckConfig = Callable[[Mapping[str, Any], FindBaseModelType], None]
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,14 @@ import numpy as np
 
 from lorax_server import machine
 from lorax_server.cli.planning import step_time
-from lorax_server.cli.planning.model_sizes import HALF_BYTES, ModelSizes
+from lorax_server.cli.planning.model_sizes import HALF_PRECISION_BYTES, ModelSizes
 from lorax_server.config import EngineConfig
 from lorax_server.errors import ConfigError
 
 MAX_STEP_TOKENS = 4096  # assumed maximum number of tokens in a step
 # Estimated activations per token, as multiples of the hidden size and of the widest matrix.
-HIDDEN_ACTIVATIONS, WIDEST_ACTIVATIONS = 6, 3
-LOGIT_BYTES = 16  # per logit during sampling
+NUM_HIDDEN_ACTIVATIONS, NUM_WIDEST_ACTIVATIONS = 6, 3
+BYTES_PER_LOGIT = 16  # per logit during sampling
 GRAPH_BYTES = 2**30  # estimate for CUDA graphs and the CUDA context
 
 
@@ -30,8 +30,8 @@ class Traffic:
     requests_per_s: float
     prompt_tokens: int
     completion_tokens: int
-    zipf: float = 1.0  # traffic of the k-th most popular adapter is proportional to 1 / k ** zipf
-    base_share: float = 0.0  # share of requests without an adapter
+    zipf_exponent: float = 1.0  # traffic of the k-th most popular adapter is proportional to 1 / k ** zipf
+    base_model_share: float = 0.0  # share of requests without an adapter
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Popularity:
         """Return the share of requests for the `count` most popular adapters."""
         return float(self._shares[:count].sum())
 
-    def expected_distinct(self, requests: float) -> float:
+    def expected_distinct_adapters(self, requests: float) -> float:
         """Return the expected number of distinct adapters among this many requests."""
         return float(-np.expm1(requests * np.log1p(-self._shares)).sum())
 
@@ -77,7 +77,7 @@ class Planner:
     """Plans how to serve a model with its adapters on one type of GPU. A setting of None selects the server default."""
 
     sizes: ModelSizes
-    mix: AdapterMix
+    adapter_mix: AdapterMix
     traffic: Traffic
     gpu: step_time.Gpu
     host_memory: int
@@ -87,36 +87,36 @@ class Planner:
     is_float8: bool = False
 
     def __post_init__(self) -> None:
-        traffic, is_large = self.traffic, self.gpu.memory >= machine.LARGE_GPU_BYTES
+        traffic, is_large = self.traffic, self.gpu.memory_bytes >= machine.LARGE_GPU_BYTES
         self._max_batch_size = self.max_num_seqs or (
             machine.LARGE_GPU_DEFAULT_MAX_NUM_SEQS if is_large else machine.DEFAULT_MAX_NUM_SEQS
         )
-        self._popularity = Popularity(self.mix.count, traffic.zipf)
-        self._has_adapters = self.mix.count > 0 and traffic.base_share < 1
+        self._popularity = Popularity(self.adapter_mix.count, traffic.zipf_exponent)
+        self._has_adapters = self.adapter_mix.count > 0 and traffic.base_model_share < 1
         self._mean_length = traffic.prompt_tokens + traffic.completion_tokens / 2  # mean length of running sequences
-        flop = self.sizes.prompt_flop(traffic.prompt_tokens)
+        flop = self.sizes.prompt_flops(traffic.prompt_tokens)
         self._prefill_tokens_per_s = step_time.prefill_tokens_per_s(self.gpu, flop, self._has_adapters)
         self._memory = self._plan_memory()
 
-    def plan(self, goal_ms: float | None = None, max_utilization: float = 0.8) -> dict[str, Any]:
+    def plan(self, target_ms: float | None = None, max_utilization: float = 0.8) -> dict[str, Any]:
         """Return the memory layout, the performance of a replica and the number of replicas.
 
-        `goal_ms` is the maximum time between tokens, and `max_utilization` the maximum replica utilization.
+        `target_ms` is the maximum time between tokens, and `max_utilization` the maximum replica utilization.
         """
         memory = self._memory
         device_share, host_share = (
             self._popularity.request_share_of_top(count) if self._has_adapters else 1.0
             for count in (memory["device_adapters"], memory["device_adapters"] + memory["host_adapters"])
         )
-        batch_size, limit = self._find_batch_size(goal_ms)
+        batch_size, limit = self._find_batch_size(target_ms)
         replica = self._plan_replica(batch_size, limit, 1 - device_share)
         return {
             "gpu": self.gpu._asdict(),
             "traffic": asdict(self.traffic),
             "adapters": {
-                "count": self.mix.count,
-                "bytes": self.mix.total_bytes,
-                "mean_bytes": self.mix.mean_bytes,
+                "count": self.adapter_mix.count,
+                "bytes": self.adapter_mix.total_bytes,
+                "mean_bytes": self.adapter_mix.mean_bytes,
                 "device_share": device_share,
                 "host_share": host_share,
             },
@@ -126,25 +126,25 @@ class Planner:
             "replicas": max(1, math.ceil(self.traffic.requests_per_s / (replica["requests_per_s"] * max_utilization))),
         }
 
-    def _find_batch_size(self, goal_ms: float | None) -> tuple[int, str]:
+    def _find_batch_size(self, target_ms: float | None) -> tuple[int, str]:
         """Return the largest possible batch size, and the limit that prevents a larger batch."""
-        if goal_ms is not None and (least_ms := self._ms_per_token(1)) > goal_ms:
+        if target_ms is not None and (least_ms := self._ms_per_token(1)) > target_ms:
             raise ConfigError(
-                f"--inter-token-latency-ms {goal_ms:g} cannot be reached: a single sequence takes {least_ms:.1f} ms "
+                f"--inter-token-latency-ms {target_ms:g} cannot be reached: a single sequence takes {least_ms:.1f} ms "
                 "per token on this GPU; raise the limit, or use a faster GPU"
             )
         batch_sizes = range(1, self._max_batch_size + 1)
-        batch_size = bisect_left(batch_sizes, True, key=lambda size: bool(self._find_exceeded_limit(size, goal_ms)))
-        return batch_size, self._find_exceeded_limit(batch_size + 1, goal_ms) or "batch_size"
+        batch_size = bisect_left(batch_sizes, True, key=lambda size: bool(self._find_exceeded_limit(size, target_ms)))
+        return batch_size, self._find_exceeded_limit(batch_size + 1, target_ms) or "batch_size"
 
-    def _find_exceeded_limit(self, batch_size: int, goal_ms: float | None) -> str | None:
+    def _find_exceeded_limit(self, batch_size: int, target_ms: float | None) -> str | None:
         if batch_size * self._mean_length > self._memory["cache_tokens"]:
             return "cache"
         if batch_size > self._max_batch_size:
             return "batch_size"
         if self._expected_adapters(batch_size) > max(self._memory["device_adapters"], 1):
             return "adapters"
-        return "latency" if goal_ms is not None and self._ms_per_token(batch_size) > goal_ms else None
+        return "latency" if target_ms is not None and self._ms_per_token(batch_size) > target_ms else None
 
     def _plan_replica(self, batch_size: int, limit: str, miss_share: float) -> dict[str, Any]:
         """Return the latency and throughput of one replica.
@@ -153,7 +153,7 @@ class Planner:
         """
         traffic, step = self.traffic, self._decode_step_ms(batch_size)
         requests_per_s = self._requests_per_s(batch_size)
-        copied = (1 - traffic.base_share) * miss_share * self.mix.mean_bytes
+        copied = (1 - traffic.base_model_share) * miss_share * self.adapter_mix.mean_bytes
         if requests_per_s * copied > step_time.HOST_COPY_BYTES_PER_S:
             requests_per_s, limit = step_time.HOST_COPY_BYTES_PER_S / copied, "copies"
         if requests_per_s * traffic.completion_tokens > step_time.API_TOKENS_PER_S:
@@ -166,7 +166,7 @@ class Planner:
             "distinct_adapters": self._expected_adapters(batch_size),
             "step_ms": sum(step.values()),
             "step_parts_ms": step,
-            "floor_ms": step_time.read_ms(self.gpu, sum(self._bytes_read(batch_size).values())),
+            "floor_ms": step_time.read_ms(self.gpu, sum(self._count_bytes_read(batch_size).values())),
             # Includes prefills of other requests.
             "inter_token_latency_ms": 1e3 * batch_size / (requests_per_s * traffic.completion_tokens),
             "prompt_tokens_per_s": self._prefill_tokens_per_s,  # prefill only
@@ -176,20 +176,20 @@ class Planner:
         }
 
     def _expected_adapters(self, batch_size: int) -> float:
-        requests = batch_size * (1 - self.traffic.base_share)
-        return self._popularity.expected_distinct(requests) if self._has_adapters else 0.0
+        requests = batch_size * (1 - self.traffic.base_model_share)
+        return self._popularity.expected_distinct_adapters(requests) if self._has_adapters else 0.0
 
-    def _bytes_read(self, batch_size: int) -> dict[str, float]:
+    def _count_bytes_read(self, batch_size: int) -> dict[str, float]:
         """Return how many bytes of weights, adapters and KV cache a decode step reads."""
         return {
-            "weights": self.sizes.read_bytes(batch_size),
-            "adapters": self._expected_adapters(batch_size) * self.mix.mean_bytes,
+            "weights": self.sizes.count_bytes_read(batch_size),
+            "adapters": self._expected_adapters(batch_size) * self.adapter_mix.mean_bytes,
             "cache": batch_size * self._mean_length * self.sizes.token_bytes,
         }
 
     def _decode_step_ms(self, batch_size: int) -> dict[str, float]:
         return step_time.decode_step_ms(
-            self.gpu, batch_size, self._bytes_read(batch_size), self.sizes.layers, self.is_float8
+            self.gpu, batch_size, self._count_bytes_read(batch_size), self.sizes.layers, self.is_float8
         )
 
     def _requests_per_s(self, batch_size: int) -> float:
@@ -204,7 +204,7 @@ class Planner:
     def _plan_memory(self) -> dict[str, int]:
         """Return how GPU memory is divided, as in `worker/memory.py`. The step memory is estimated, not measured."""
         sizes, gpu = self.sizes, self.gpu.name
-        weights, usable = sizes.weight_bytes, int(self.gpu.memory * self.gpu_memory_fraction)
+        weights, usable = sizes.weight_bytes, int(self.gpu.memory_bytes * self.gpu_memory_fraction)
         free = usable - weights
         if free <= 0:
             raise ConfigError(
@@ -214,17 +214,19 @@ class Planner:
         adapters = self.adapter_bytes
         if adapters is None:
             adapters = max(free // machine.GPU_ADAPTER_DIVISOR, machine.MIN_GPU_ADAPTER_BYTES)
-        if self._has_adapters and self.mix.largest_bytes > adapters:
+        if self._has_adapters and self.adapter_mix.largest_bytes > adapters:
             raise ConfigError(
-                f"the largest adapter takes {format_gb(self.mix.largest_bytes)}, but only {format_gb(adapters)} are "
-                "reserved for adapters: raise --adapter-bytes, or use a larger GPU"
+                f"the largest adapter takes {format_gb(self.adapter_mix.largest_bytes)}, but only "
+                f"{format_gb(adapters)} are reserved for adapters: raise --adapter-bytes, or use a larger GPU"
             )
         widest = max(matrix.outputs for matrix in sizes.matrices)
         steps = (
-            MAX_STEP_TOKENS * (HIDDEN_ACTIVATIONS * sizes.hidden + WIDEST_ACTIVATIONS * widest) * HALF_BYTES
+            MAX_STEP_TOKENS
+            * (NUM_HIDDEN_ACTIVATIONS * sizes.hidden_size + NUM_WIDEST_ACTIVATIONS * widest)
+            * HALF_PRECISION_BYTES
             + GRAPH_BYTES
         )
-        steps += self._max_batch_size * sizes.vocab_size * LOGIT_BYTES
+        steps += self._max_batch_size * sizes.vocab_size * BYTES_PER_LOGIT
         cache = max(free - adapters - adapters // machine.ADAPTER_TABLE_DIVISOR - steps, 0)
         block_size = EngineConfig.block_size
         block_bytes = block_size * sizes.token_bytes // (2 if self.is_float8 else 1)
@@ -236,10 +238,12 @@ class Planner:
                 f"{format_gb(adapters)} for adapters and {format_gb(steps)} for steps, but a request has {needed}: "
                 "lower --adapter-bytes, or use a larger GPU"
             )
-        mean, host = self.mix.mean_bytes, self.host_memory // machine.HOST_ADAPTER_DIVISOR
-        on_device, on_host = (min(int(size // mean), self.mix.count) if mean else 0 for size in (adapters, host))
+        mean, host = self.adapter_mix.mean_bytes, self.host_memory // machine.HOST_ADAPTER_DIVISOR
+        on_device, on_host = (
+            min(int(size // mean), self.adapter_mix.count) if mean else 0 for size in (adapters, host)
+        )
         return {
-            "total": int(self.gpu.memory),
+            "total": int(self.gpu.memory_bytes),
             "weights": weights,
             "adapters": adapters,
             "steps": steps,

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from lorax_server.cli.flags import Parser, to_size, write_json
+from lorax_server.cli.flags import Parser, parse_size, write_json
 from lorax_server.cli.planning.capacity import AdapterMix, Planner, Traffic, format_gb
 from lorax_server.cli.planning.model_sizes import ModelSizes, make_llama_sizes, read_sizes
 from lorax_server.cli.planning.step_time import GPUS, HTTP_THROUGHPUT_SHARE, Gpu, find_gpu
-from lorax_server.config import QUANTIZE, EngineConfig
+from lorax_server.config import QUANTIZE_METHODS, EngineConfig
 from lorax_server.errors import ConfigError
 from lorax_server.kernels import MAX_RANK
 
@@ -46,10 +46,10 @@ LIMIT_REASONS = {
     "api": "CPU time of the API process",
     "copies": "adapter copies from host memory, because too few adapters fit on the device (--adapter-bytes)",
 }
-PREFILL_NOTE = "; prefill takes most of the time"
+PREFILL_BOUND_NOTE = "; prefill takes most of the time"
 MAX_ADAPTERS = 10**6
 MIN_POSITIVE = 1e-9  # minimum for numbers that must be above 0
-METAVARS = {int: "N", float: "X", to_size: "SIZE"}
+METAVAR_BY_TYPE = {int: "N", float: "X", parse_size: "SIZE"}
 # Numeric flags by group: name, type, minimum, maximum, default and help text.
 NUMBER_FLAGS: dict[str, list[tuple[str, Any, float, float, Any, str]]] = {
     "model": [
@@ -57,12 +57,12 @@ NUMBER_FLAGS: dict[str, list[tuple[str, Any, float, float, Any, str]]] = {
         for name, field in MODEL_SIZE_FIELDS.items()
     ],
     "replica hardware": [
-        ("--gpu-memory", to_size, 0, 2**60, None, "GPU memory, such as 80G"),
+        ("--gpu-memory", parse_size, 0, 2**60, None, "GPU memory, such as 80G"),
         ("--gpu-bandwidth", float, MIN_POSITIVE, 1e6, None, "published memory bandwidth in GB/s"),
         ("--gpu-tflops", float, MIN_POSITIVE, 1e6, None, "published dense bfloat16 TFLOPS"),
-        ("--host-memory", to_size, 0, 2**60, 2**36, "host memory (default: 64G)"),
+        ("--host-memory", parse_size, 0, 2**60, 2**36, "host memory (default: 64G)"),
         ("--max-num-seqs", int, 1, 2**16, None, "maximum batch size (default: the server's)"),
-        ("--adapter-bytes", to_size, 0, 2**60, None, "GPU memory for adapters (default: the server's)"),
+        ("--adapter-bytes", parse_size, 0, 2**60, None, "GPU memory for adapters (default: the server's)"),
         (
             "--cuda-memory-fraction",
             float,
@@ -126,22 +126,22 @@ def _add_flags(parser: Parser) -> None:
     machine.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(GPUS)}")
     for group, flags in zip(groups, NUMBER_FLAGS.values(), strict=True):
         for name, kind, minimum, maximum, default, text in flags:
-            shown = text if default is None or kind is to_size else f"{text} (default: {default})"
-            number = _number(kind, minimum, maximum)
-            group.add_argument(name, type=number, metavar=METAVARS[kind], default=default, help=shown)
+            shown = text if default is None or kind is parse_size else f"{text} (default: {default})"
+            number = _make_number_parser(kind, minimum, maximum)
+            group.add_argument(name, type=number, metavar=METAVAR_BY_TYPE[kind], default=default, help=shown)
             if name in ALIASES:
                 key = name.lstrip("-").replace("-", "_")
                 group.add_argument(
                     ALIASES[name], dest=key, type=number, default=argparse.SUPPRESS, help=argparse.SUPPRESS
                 )
-    model.add_argument("--quantize", choices=QUANTIZE, help="fp8-kv stores keys and values as float8")
+    model.add_argument("--quantize", choices=QUANTIZE_METHODS, help="fp8-kv stores keys and values as float8")
     adapters.add_argument("--ranks", metavar="RANK:N,...", help="ranks with adapter counts, such as 8:700,64:100")
     adapters.add_argument("--modules", metavar="NAME,...", help="target modules (default: all linear layers)")
     adapters.add_argument("--dora", action="store_true", help="all adapters use DoRA")
-    parser.add_json()
+    parser.add_json_flag()
 
 
-def _number(convert: Callable[[str], float], minimum: float, maximum: float) -> Callable[[str], float]:
+def _make_number_parser(convert: Callable[[str], float], minimum: float, maximum: float) -> Callable[[str], float]:
     """Return an argparse type for numbers in a range."""
 
     def parse(text: str) -> float:
@@ -208,7 +208,7 @@ def _read_ranks(text: str) -> list[tuple[int, int]]:
 # --- Report -----------------------------------------------------------------------------------------------------------
 
 
-REPORT = """\
+REPORT_TEMPLATE = """\
 memory        {gpu}: {usable} of {total} used
               weights {weights}, adapters {adapters}, steps and graphs {steps}, KV cache {cache}
               KV cache for {cache_tokens:,} tokens
@@ -225,7 +225,7 @@ replicas      {replicas:,} for {wanted:g} requests/s, at {used:.0%} utilization 
 def format_plan(figures: dict[str, Any], gpu_memory_fraction: float) -> str:
     """Return the report text: memory use, performance and bottleneck of a replica, and the number of replicas."""
     memory, replica, wanted = figures["memory"], figures["replica"], figures["traffic"]["requests_per_s"]
-    return REPORT.format(
+    return REPORT_TEMPLATE.format(
         **replica,
         **{name: format_gb(memory[name]) for name in ("total", "weights", "adapters", "steps", "cache")},
         gpu=figures["gpu"]["name"],
@@ -235,7 +235,7 @@ def format_plan(figures: dict[str, Any], gpu_memory_fraction: float) -> str:
         floor_ratio=replica["step_ms"] / replica["floor_ms"],
         step_parts=", ".join(f"{name} {ms:.2f}" for name, ms in replica["step_parts_ms"].items() if ms),
         served_share=HTTP_THROUGHPUT_SHARE,
-        limit_reason=LIMIT_REASONS[replica["limit"]] + PREFILL_NOTE * replica["is_busy_with_prompts"],
+        limit_reason=LIMIT_REASONS[replica["limit"]] + PREFILL_BOUND_NOTE * replica["is_busy_with_prompts"],
         replicas=figures["replicas"],
         max_utilization=figures["max_utilization"],
         wanted=wanted,

@@ -23,7 +23,7 @@ from lorax_server.worker.memory import block_bytes
 from lorax_server.worker.model_info import find_max_length
 
 MAX_LAYERS = 1000  # no real model has more layers, and building one would take minutes
-HALF_BYTES = 2  # per bfloat16 or float16 value
+HALF_PRECISION_BYTES = 2  # per bfloat16 or float16 value
 
 
 class MatrixSize(NamedTuple):
@@ -36,10 +36,10 @@ class MatrixSize(NamedTuple):
     top_k: int = 1  # experts per token
 
     @property
-    def elements(self) -> int:
+    def num_elements(self) -> int:
         return self.num_experts * self.outputs * self.inputs
 
-    def read_share(self, batch_size: float) -> float:
+    def fraction_read(self, batch_size: float) -> float:
         """Return the share of the matrices that a step with `batch_size` tokens reads, if routing is balanced."""
         return 1 - math.pow(1 - self.top_k / self.num_experts, batch_size)
 
@@ -99,9 +99,9 @@ class ModelSizes:
                 counts = (1, 1) if target.experts is None else (target.experts.num_experts, target.experts.top_k)
                 name = target.name.rpartition(".")[2]
                 self.matrices.append(MatrixSize(name, target.outputs.full, target.inputs.full, *counts))
-        self.layers, self.hidden, self.vocab_size = model.num_layers, config.hidden_size, config.vocab_size
+        self.layers, self.hidden_size, self.vocab_size = model.num_layers, config.hidden_size, config.vocab_size
         self.max_length = find_max_length(model)
-        self.weight_bytes = HALF_BYTES * weights.parameters
+        self.weight_bytes = HALF_PRECISION_BYTES * weights.parameters
         self.token_bytes = block_bytes(model, 1)  # KV cache bytes per token
         self._head = head.outputs.full * head.inputs.full
         self._attention_width: int = config.num_attention_heads * model.kv_shape[1]
@@ -111,20 +111,20 @@ class ModelSizes:
         chosen = [matrix for matrix in self.matrices if matrix.name in modules]
         tensors = [m.num_experts * rank * size for m in chosen for size in (m.inputs, m.outputs)]
         tensors += [matrix.outputs for matrix in chosen if has_magnitudes]
-        return sum(-(-HALF_BYTES * count // UNIT_BYTES) * UNIT_BYTES for count in tensors)
+        return sum(-(-HALF_PRECISION_BYTES * count // UNIT_BYTES) * UNIT_BYTES for count in tensors)
 
-    def read_bytes(self, batch_size: float) -> float:
+    def count_bytes_read(self, batch_size: float) -> float:
         """Return the bytes of weights that a decode step reads.
 
         These are all linear layers, the experts of the batch's tokens, and the output head. Embeddings, norms and
         biases are negligible.
         """
-        linear = sum(matrix.elements * matrix.read_share(batch_size) for matrix in self.matrices)
-        return HALF_BYTES * (linear + self._head)
+        linear = sum(matrix.num_elements * matrix.fraction_read(batch_size) for matrix in self.matrices)
+        return HALF_PRECISION_BYTES * (linear + self._head)
 
-    def prompt_flop(self, length: int) -> float:
+    def prompt_flops(self, length: int) -> float:
         """Return FLOPs per prompt token for prompts with `length` tokens."""
-        linear = sum(matrix.elements * matrix.top_k // matrix.num_experts for matrix in self.matrices)
+        linear = sum(matrix.num_elements * matrix.top_k // matrix.num_experts for matrix in self.matrices)
         return 2 * linear + 2 * self.layers * self._attention_width * length
 
 

@@ -19,9 +19,9 @@ class Gpu(NamedTuple):
     """A GPU: memory in bytes, bandwidth in bytes per second, and dense bfloat16 operations per second."""
 
     name: str
-    memory: float
-    bandwidth: float
-    flop: float
+    memory_bytes: float
+    bytes_per_s: float
+    flops_per_s: float
 
 
 # Memory as reported by the driver, slightly less than in the data sheet.
@@ -50,7 +50,7 @@ GPUS = {
 MEASURED_GPU = GPUS["H200"]
 BANDWIDTH_SHARE = 4.1 / 4.8  # share of the published bandwidth that kernels reach: 4.1 TB/s on an H200
 # The measured model's weights, KV cache bytes per token, and adapter size.
-WEIGHT_BYTES, TOKEN_BYTES, ADAPTER_BYTES = 15_009_316_864, 131_072, 83_886_080
+MEASURED_WEIGHT_BYTES, MEASURED_TOKEN_BYTES, MEASURED_ADAPTER_BYTES = 15_009_316_864, 131_072, 83_886_080
 MEASURED_CONTEXT_TOKENS = 196  # KV cache tokens per sequence in the measurements
 ATTENTION_TIME_RATIO = 1.15  # attention time relative to reading the KV cache: 1.05 to 1.25, from 512 to 8,192 tokens
 FLOAT8_TIME_RATIO = 0.8  # attention time with a float8 cache relative to bfloat16: 0.72 to 0.80
@@ -59,7 +59,7 @@ HTTP_THROUGHPUT_SHARE = 0.9  # throughput over HTTP relative to the engine limit
 PREFILL_FLOPS_SHARE, ADAPTER_PREFILL_FLOPS_SHARE = 0.622, 0.587
 MEASURED_LAYERS = 32  # number of layers in the measured model
 # Scheduling time per step and sequence: 0.47 ms for 64 sequences, 1.26 for 256.
-ENGINE_MS, ENGINE_SEQUENCE_MS = 0.2, 0.0042
+ENGINE_STEP_MS, ENGINE_MS_PER_SEQUENCE = 0.2, 0.0042
 API_TOKENS_PER_S = 1 / 36e-6  # the API process needs 36 us of CPU time per streamed token
 HOST_COPY_BYTES_PER_S = 12e9  # from host memory to the device: 12 to 15 GB/s
 # Batch size and decode step time in milliseconds, without adapters and with a different adapter for each sequence.
@@ -80,40 +80,44 @@ def find_gpu(name: str) -> Gpu:
 
 
 def decode_step_ms(
-    gpu: Gpu, batch_size: float, read: Mapping[str, float], layers: int, is_float8: bool = False
+    gpu: Gpu, batch_size: float, bytes_read: Mapping[str, float], layers: int, is_float8: bool = False
 ) -> dict[str, float]:
     """Return the decode step time in milliseconds, keyed by cause.
 
-    `read` contains the bytes that the step reads for `weights`, `adapters` and `cache`.
+    `bytes_read` contains the bytes that the step reads for `weights`, `adapters` and `cache`.
     """
-    parts = {name: read_ms(gpu, num_bytes) for name, num_bytes in read.items()}
+    parts = {name: read_ms(gpu, num_bytes) for name, num_bytes in bytes_read.items()}
     parts["cache"] *= ATTENTION_TIME_RATIO * (FLOAT8_TIME_RATIO if is_float8 else 1)
-    scheduling = ENGINE_MS + ENGINE_SEQUENCE_MS * batch_size  # overlaps with the step, so only the longer time counts
+    scheduling = (
+        ENGINE_STEP_MS + ENGINE_MS_PER_SEQUENCE * batch_size
+    )  # overlaps with the step, so only the longer time counts
     # The batch size for which the measured GPU has the same ratio of compute time to memory time.
-    equivalent = batch_size * (MEASURED_GPU.flop / MEASURED_GPU.bandwidth) / (gpu.flop / gpu.bandwidth)
-    points = _excess_ratios(has_adapters=read["adapters"] > 0)
+    equivalent = (
+        batch_size * (MEASURED_GPU.flops_per_s / MEASURED_GPU.bytes_per_s) / (gpu.flops_per_s / gpu.bytes_per_s)
+    )
+    points = _excess_ratios(has_adapters=bytes_read["adapters"] > 0)
     single, weights = points[0][1], parts["weights"]
     # The excess at batch size 1 scales with layers (launches) or weights (bandwidth); assume the larger.
-    least = max(weights, layers / MEASURED_LAYERS * read_ms(MEASURED_GPU, WEIGHT_BYTES)) * single
+    least = max(weights, layers / MEASURED_LAYERS * read_ms(MEASURED_GPU, MEASURED_WEIGHT_BYTES)) * single
     excess = least + weights * (_interpolate(points, equivalent) - single)
     return parts | {"excess": max(excess, scheduling - sum(parts.values()))}
 
 
 def read_ms(gpu: Gpu, num_bytes: float) -> float:
     """Return the time in milliseconds to read `num_bytes` from device memory once."""
-    return num_bytes / (gpu.bandwidth * BANDWIDTH_SHARE) * 1e3
+    return num_bytes / (gpu.bytes_per_s * BANDWIDTH_SHARE) * 1e3
 
 
 def prefill_tokens_per_s(gpu: Gpu, flop: float, has_adapters: bool) -> float:
     """Return prefill throughput for `flop` FLOPs per token."""
-    return gpu.flop * (ADAPTER_PREFILL_FLOPS_SHARE if has_adapters else PREFILL_FLOPS_SHARE) / flop
+    return gpu.flops_per_s * (ADAPTER_PREFILL_FLOPS_SHARE if has_adapters else PREFILL_FLOPS_SHARE) / flop
 
 
 def _excess_ratios(has_adapters: bool) -> list[tuple[int, float]]:
     """Return batch sizes and the measured excess relative to the time to read the weights."""
-    weights = read_ms(MEASURED_GPU, WEIGHT_BYTES)
-    row = ATTENTION_TIME_RATIO * read_ms(MEASURED_GPU, MEASURED_CONTEXT_TOKENS * TOKEN_BYTES)
-    row += read_ms(MEASURED_GPU, ADAPTER_BYTES) if has_adapters else 0
+    weights = read_ms(MEASURED_GPU, MEASURED_WEIGHT_BYTES)
+    row = ATTENTION_TIME_RATIO * read_ms(MEASURED_GPU, MEASURED_CONTEXT_TOKENS * MEASURED_TOKEN_BYTES)
+    row += read_ms(MEASURED_GPU, MEASURED_ADAPTER_BYTES) if has_adapters else 0
     return [
         (batch_size, (ms - batch_size * row) / weights - 1)
         for batch_size, ms in (ADAPTER_STEP_TIMES if has_adapters else BASE_STEP_TIMES)

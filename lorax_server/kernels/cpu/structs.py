@@ -26,7 +26,7 @@ class NativeStruct(NamedTuple):
     """The address of a C++ struct, and the objects that must outlive the struct."""
 
     address: int
-    owned: tuple[object, ...]
+    kept_alive: tuple[object, ...]
 
 
 class NativeLora(NamedTuple):

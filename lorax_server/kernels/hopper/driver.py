@@ -17,7 +17,7 @@ from lorax_server.kernels.hopper.sources import Variant, find_kernel
 logger = logging.getLogger(__name__)
 
 
-def check(result: tuple[Any, ...]) -> Any:
+def check_cuda_result(result: tuple[Any, ...]) -> Any:
     """Return the driver call's result. Raise `EngineError` if the call failed."""
     error, *values = result
     if error != driver.CUresult.CUDA_SUCCESS:
@@ -31,12 +31,12 @@ class Kernel:
     def __init__(self, device: torch.device, cubin: bytes, name: str, shared_bytes: int) -> None:
         index: int | None = device.index
         self._index = torch.cuda.current_device() if index is None else index
-        self._module = check(driver.cuModuleLoadData(cubin))
-        self._function = check(driver.cuModuleGetFunction(self._module, name.encode()))
+        self._module = check_cuda_result(driver.cuModuleLoadData(cubin))
+        self._function = check_cuda_result(driver.cuModuleGetFunction(self._module, name.encode()))
         self._configs = [_make_launch_config(shared_bytes, early) for early in (False, True)]
         if shared_bytes:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            check(driver.cuFuncSetAttribute(self._function, attribute, shared_bytes))
+            check_cuda_result(driver.cuFuncSetAttribute(self._function, attribute, shared_bytes))
 
     def launch(
         self,
@@ -57,7 +57,7 @@ class Kernel:
         config.blockDimX = threads
         config.hStream = torch._C._cuda_getCurrentRawStream(self._index)
         pointers = (ctypes.c_void_p * len(args))(*map(ctypes.addressof, args))
-        check(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
+        check_cuda_result(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
 
 
 def _make_launch_config(shared_bytes: int, early: bool) -> driver.CUlaunchConfig:
@@ -139,7 +139,7 @@ def tensor_map(tensor: torch.Tensor, sizes: Sequence[int], strides: Sequence[int
         torch.bfloat16: kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         torch.float16: kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
     }[tensor.dtype]
-    encoded = check(
+    encoded = check_cuda_result(
         driver.cuTensorMapEncodeTiled(
             kind,
             len(sizes),

@@ -51,7 +51,7 @@ def rms_norm(
     return out, total
 
 
-def gate(kernels: Kernels, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+def apply_gate(kernels: Kernels, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     args = GateArgs(gate_up.data_ptr(), out.data_ptr(), width)

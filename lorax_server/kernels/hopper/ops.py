@@ -144,7 +144,7 @@ class HopperOps(TritonOps):
             return super().gated_linear(x, weights, activation, lora, targets)
         if len(x) > MAX_ROWS and lora is not None and len(targets) == 2 and lora.changes(targets):
             return prompt_lora.gated_linear(self._kernels, x, weights, activation.name, lora, targets)
-        return norm_gate.gate(self._kernels, self.linear(x, weights, lora, targets), activation.name)
+        return norm_gate.apply_gate(self._kernels, self.linear(x, weights, lora, targets), activation.name)
 
     def rms_norm(
         self,

@@ -23,7 +23,7 @@ from lorax_server.kernels.ops import (
     Routing,
     StackedMatrices,
 )
-from lorax_server.kernels.triton.gated_activation import gate
+from lorax_server.kernels.triton.gated_activation import apply_gate
 from lorax_server.kernels.triton.lora_math import (
     RANK,
     RANKS,
@@ -85,7 +85,7 @@ def run_experts(
     if not len(x):
         return torch.empty_like(x)
     pairs = sort_pairs(routing.experts, len(gate_up.weight))
-    inner = gate(_linear(x, gate_up, pairs, lora, targets[:2], gathers=True), experts.activation)
+    inner = apply_gate(_linear(x, gate_up, pairs, lora, targets[:2], gathers=True), experts.activation)
     outputs = _linear(inner, down, pairs, lora, targets[2:], gathers=False)
     out = torch.empty_like(x)
     size = x.shape[1]

@@ -1,4 +1,4 @@
-"""Gated activation `activation(gate) * up`, fused with the LoRA expand for prompts."""
+"""Gated activation `activation(apply_gate) * up`, fused with the LoRA expand for prompts."""
 
 from collections.abc import Sequence
 
@@ -31,8 +31,8 @@ BLOCK_N = 64
 BLOCKS = 8  # column blocks per program, so that the loaded V is reused
 
 
-def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Return `activation(gate) * up`, where gate and up are the halves of `gate_up`, without adapters."""
+def apply_gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """Return `activation(apply_gate) * up`, where gate and up are the halves of `gate_up`, without adapters."""
     if activation.name not in FUSED_ACTIVATIONS:
         first, second = gate_up.chunk(2, dim=-1)
         return activation.apply_gate(first, second)
@@ -60,7 +60,7 @@ def gated_linear(
     lora: LoraBatch,
     targets: Sequence[LoraTarget],
 ) -> torch.Tensor:
-    """Return `activation(gate) * up` for a prompt, where gate and up are linear layers with adapters."""
+    """Return `activation(apply_gate) * up` for a prompt, where gate and up are linear layers with adapters."""
     low_rank = prompt_lora.shrink(x, lora, targets)
     gate_up = F.linear(x, weights.plain, weights.bias)
     tokens, width = len(gate_up), gate_up.shape[1] // 2
@@ -132,17 +132,17 @@ def _gate_with_lora(
         columns = (tl.program_id(0) * BLOCKS + block) * BLOCK_N + tl.arange(0, BLOCK_N)
         mask = is_row[:, None] & (columns < WIDTH)[None, :]
         pointers = gate_up + rows * (2 * WIDTH) + columns[None, :]
-        gate = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+        apply_gate = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(pointers + WIDTH, mask=mask, other=0.0).to(tl.float32)
-        gate = multiply(low_rank, load_b(b, 0, rank, columns, WIDTH), gate, INTERPRETED)
+        apply_gate = multiply(low_rank, load_b(b, 0, rank, columns, WIDTH), apply_gate, INTERPRETED)
         up = multiply(up_low_rank, load_b(up_b, 0, up_rank, columns, WIDTH), up, INTERPRETED)
         for more in range(RANKS, rank, RANKS):
             part = load_v(v, row_stride, part_stride, num_parts, is_row, more, rank, scale, PARTS).to(dtype)
-            gate = multiply(part, load_b(b, more, rank, columns, WIDTH), gate, INTERPRETED)
+            apply_gate = multiply(part, load_b(b, more, rank, columns, WIDTH), apply_gate, INTERPRETED)
         for more in range(RANKS, up_rank, RANKS):
             part = load_v(v + padded_rank, row_stride, part_stride, num_parts, is_row, more, up_rank, up_scale, PARTS)
             up = multiply(part.to(dtype), load_b(up_b, more, up_rank, columns, WIDTH), up, INTERPRETED)
-        gate = scale_and_shift_tile(gate, buffer, fields, columns, WIDTH)
+        apply_gate = scale_and_shift_tile(apply_gate, buffer, fields, columns, WIDTH)
         up = scale_and_shift_tile(up, buffer, fields + NUM_FIELDS, columns, WIDTH)
-        value = _activate(gate, ACTIVATION) * up
+        value = _activate(apply_gate, ACTIVATION) * up
         tl.store(out + rows * WIDTH + columns[None, :], value.to(dtype), mask=mask)

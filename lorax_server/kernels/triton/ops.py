@@ -118,7 +118,7 @@ class TritonOps:
             if lora.has_low_rank(targets) or lora.has_vectors(targets):
                 return gated_activation.gated_linear(x, weights, activation, lora, targets)
             lora = None
-        return gated_activation.gate(self.linear(x, weights, lora, targets), activation)
+        return gated_activation.apply_gate(self.linear(x, weights, lora, targets), activation)
 
     def add_lora(self, out: torch.Tensor, x: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]) -> None:
         if 0 < len(x) <= DECODE_ROWS:

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 class CausalLMBatch(PaddedBatch, Batch):
     """A padded batch with the same fields, in the same order, as in LoRAX (see docs/seed-contract.md)."""
 
-    per_row = (*PaddedBatch.per_row, "prefix_offsets", "read_offsets")
+    row_fields = (*PaddedBatch.row_fields, "prefix_offsets", "read_offsets")
 
     batch_id: int
     requests: "list[generate_pb2.Request]"
@@ -191,7 +191,7 @@ class CausalLM(PaddedLM, Model):
         only_last: bool = False,
     ) -> tuple[torch.Tensor, list[LayerCache]]:
         if adapter_data is not None and any(adapter_data.meta.segment_indices):
-            raise self._no_adapters()
+            raise self._make_no_adapters_error()
         return super().forward(input_ids, attention_mask, position_ids, past_key_values, only_last=only_last)
 
     @torch.inference_mode()
@@ -199,11 +199,11 @@ class CausalLM(PaddedLM, Model):
         """Run one step. Finished requests produce no results but stay in the batch until `filter` removes them."""
         adapted = [request.id for request in batch.requests if request.adapter_index]
         if adapted:
-            raise self._no_adapters().for_requests(*adapted)
+            raise self._make_no_adapters_error().for_requests(*adapted)
         is_first = batch.past_key_values is None
         sampled, logits, caches = self.compute(batch)
         logprobs = sampled.logprobs.tolist()
-        _check_numbers(batch, logprobs)
+        _check_finite_logprobs(batch, logprobs)
 
         alternatives = sampled.alternatives.by_row() if sampled.alternatives else {}
         token_ids = sampled.token_ids.tolist()
@@ -223,7 +223,7 @@ class CausalLM(PaddedLM, Model):
         batch.update_derived()
         return generations, batch
 
-    def _no_adapters(self) -> AdapterError:
+    def _make_no_adapters_error(self) -> AdapterError:
         return AdapterError(f"{self.model_id}: padded batches do not support adapters")
 
     def _append_text(self, batch: CausalLMBatch, row: int, token_id: int) -> tuple[str, bool]:
@@ -277,7 +277,7 @@ class CausalLM(PaddedLM, Model):
         )
 
 
-def _check_numbers(batch: CausalLMBatch, logprobs: list[float]) -> None:
+def _check_finite_logprobs(batch: CausalLMBatch, logprobs: list[float]) -> None:
     rows = zip(batch.requests, batch.stopping_criterias, logprobs, strict=True)
     failed = [request.id for request, stop, logprob in rows if stop.finish_reason is None and math.isnan(logprob)]
     if failed:

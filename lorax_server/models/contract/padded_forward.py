@@ -57,7 +57,7 @@ class PaddedContext:
     """A left-padded batch with the keys and values of earlier tokens as tensors."""
 
     num_seqs: int
-    num_new: int
+    num_new_tokens: int
     position_ids: torch.Tensor  # [num_seqs * num_new]
     attention_mask: torch.Tensor  # [num_seqs, cached and new tokens]
     past: KVCache | None  # [num_seqs, heads, cached tokens, head_dim]
@@ -69,7 +69,7 @@ class PaddedContext:
     attentions: list[torch.Tensor] = field(default_factory=list)
 
     def rope_lengths(self) -> torch.Tensor:
-        return self.attention_mask.sum(1).repeat_interleave(self.num_new)
+        return self.attention_mask.sum(1).repeat_interleave(self.num_new_tokens)
 
     def attend(
         self,
@@ -96,11 +96,11 @@ class PaddedContext:
             weights = weights * self.head_mask[layer_id][:, None, None].to(weights.dtype)
         if self.keep_attentions:
             self.attentions.append(weights)
-        return (weights @ v).transpose(1, 2).reshape(self.num_seqs * self.num_new, -1)
+        return (weights @ v).transpose(1, 2).reshape(self.num_seqs * self.num_new_tokens, -1)
 
     def to_padded(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return a tensor with one row per token, reshaped to `[num_seqs, num_new, ...]`."""
-        rows: torch.Tensor = flat.unflatten(0, (self.num_seqs, self.num_new))
+        """Return a tensor with one row per token, reshaped to `[num_seqs, num_new_tokens, ...]`."""
+        rows: torch.Tensor = flat.unflatten(0, (self.num_seqs, self.num_new_tokens))
         return rows
 
     @cached_property
@@ -108,7 +108,7 @@ class PaddedContext:
         """Return a mask of the keys that each new token attends to, `[num_seqs, 1, new, cached and new]`."""
         num_keys = self.attention_mask.shape[1]
         keys = torch.arange(num_keys, device=self.attention_mask.device)
-        queries = keys[num_keys - self.num_new :]
+        queries = keys[num_keys - self.num_new_tokens :]
         causal = keys[None] <= queries[:, None]
         visible: torch.Tensor = causal & self.attention_mask.bool()[:, None, None]
         return visible
@@ -127,23 +127,25 @@ class PaddedCausalLM(nn.Module):
 
     def run(self, inputs: PaddedInputs, options: OutputOptions) -> PaddedOutput:
         ctx = _make_context(inputs)
-        ctx.keep_attentions = self._choose(options.output_attentions, "output_attentions", False)
+        ctx.keep_attentions = self._resolve_option(options.output_attentions, "output_attentions", False)
         if inputs.head_mask is not None:
             ctx.head_mask = self.heads.select(inputs.head_mask.expand(self.config.num_hidden_layers, -1), dim=1)
         hidden_states: list[torch.Tensor] = []
-        keep_states = self._choose(options.output_hidden_states, "output_hidden_states", False)
+        keep_states = self._resolve_option(options.output_hidden_states, "output_hidden_states", False)
         final = self._run_decoder(inputs, ctx, hidden_states if keep_states else None)
         logits = ctx.to_padded(self.lm_head(final, inputs.adapter_data)[0])
         # The contract's types differ from transformers' annotations.
         fields: dict[str, Any] = {
             "loss": None if options.labels is None else _next_token_loss(logits, options.labels),
             "logits": logits,
-            "past_key_values": tuple(ctx.present) if self._choose(options.use_cache, "use_cache", True) else None,
+            "past_key_values": tuple(ctx.present)
+            if self._resolve_option(options.use_cache, "use_cache", True)
+            else None,
             "hidden_states": tuple(map(ctx.to_padded, hidden_states)) or None,
             "attentions": tuple(ctx.attentions) or None,
         }
         output = CausalLMOutputWithPast(**fields)
-        return output if self._choose(options.return_dict, "return_dict", True) else output.to_tuple()
+        return output if self._resolve_option(options.return_dict, "return_dict", True) else output.to_tuple()
 
     def _run_decoder(self, inputs: PaddedInputs, ctx: Any, states: list[torch.Tensor] | None) -> torch.Tensor:
         """Return the final hidden states. Append each layer's input and the final states to `states`."""
@@ -169,7 +171,7 @@ class PaddedCausalLM(nn.Module):
             states.append(x)
         return x
 
-    def _choose(self, option: bool | None, name: str, default: bool) -> bool:
+    def _resolve_option(self, option: bool | None, name: str, default: bool) -> bool:
         """Return `option`, or the config field `name` if `option` is None."""
         return bool(getattr(self.config, name, default)) if option is None else option
 
@@ -195,7 +197,7 @@ def _make_context(inputs: PaddedInputs) -> PaddedContext:
         max_position = int(position_ids.max()) + 1
     return PaddedContext(
         num_seqs=num_seqs,
-        num_new=num_new,
+        num_new_tokens=num_new,
         position_ids=position_ids.expand(num_seqs, -1).reshape(-1),
         attention_mask=attention_mask,
         past=inputs.past_key_values,

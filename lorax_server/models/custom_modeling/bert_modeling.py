@@ -23,7 +23,7 @@ from lorax_server.models.custom_modeling.encoder import (
 from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaLayer
 from lorax_server.weights import Weights
 
-NAMES = ModuleNames(
+MODULE_NAMES = ModuleNames(
     model="bert",
     embedding="embeddings.word_embeddings",
     layers="encoder.layer",
@@ -43,7 +43,7 @@ class BertEncoder:
     @staticmethod
     def describe(config: Any) -> Architecture:
         return Architecture(
-            names=NAMES,
+            names=MODULE_NAMES,
             biases=BiasFlags(qkv=True, output=True, mlp=True),
             attention_class=EncoderAttention,
             mlp_class=PlainMLP,
@@ -69,7 +69,7 @@ class RobertaEncoder(BertEncoder):
     @staticmethod
     def describe(config: Any) -> Architecture:
         arch = BertEncoder.describe(config)
-        return replace(arch, names=NAMES._replace(model="roberta"), model_class=PaddingAwareModel)
+        return replace(arch, names=MODULE_NAMES._replace(model="roberta"), model_class=PaddingAwareModel)
 
     @staticmethod
     def describe_heads(config: Any) -> ClassifierHeads:  # noqa: ARG004
@@ -90,7 +90,7 @@ class DistilBertEncoder(BertEncoder):
 
     @staticmethod
     def describe(config: Any) -> Architecture:
-        names = NAMES._replace(
+        names = MODULE_NAMES._replace(
             model="distilbert",
             layers="transformer.layer",
             added_norms=("sa_layer_norm", "output_layer_norm"),
@@ -131,7 +131,7 @@ class MPNetEncoder(RobertaEncoder):
 
     @staticmethod
     def describe(config: Any) -> Architecture:
-        names = NAMES._replace(
+        names = MODULE_NAMES._replace(
             model="mpnet",
             added_norms=("attention.LayerNorm", "output.LayerNorm"),
             qkv=("attn.q", "attn.k", "attn.v"),

@@ -93,7 +93,7 @@ class SharedHeadNormAttention(FlashLlamaAttention):
         )
 
     def load_head_norm(self, name: str, config: Any, weights: Weights) -> RMSNorm | LayerNorm:
-        return HeadRMSNorm(name, weights, self.head_dim, config.rms_norm_eps, adaptable=False)
+        return HeadRMSNorm(name, weights, self.head_dim, config.rms_norm_eps, is_adaptable=False)
 
 
 class HeadRMSNorm(RMSNorm):

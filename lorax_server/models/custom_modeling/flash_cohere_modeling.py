@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from lorax_server.adapters.target import AdapterTarget, TargetKind
-from lorax_server.distributed import Shard, unsharded
+from lorax_server.distributed import Shard, make_full_shard
 from lorax_server.layers.logits import LogitTransform
 from lorax_server.layers.norm import HeadNorm, ResidualLayerNorm, concat_head_norm_targets
 from lorax_server.models.custom_modeling.architecture import Architecture, ModuleNames, read_biases
@@ -25,11 +25,11 @@ class CohereAttention(FlashLlamaAttention):
         """Load a head norm and add its adapter target. Weights are reordered to the head layout of RoPE kernels."""
         size = self.head_dim
         count = config.num_attention_heads if heads is self.heads else config.num_key_value_heads
-        shard = replace(unsharded(size), interleaved=(size, size))
+        shard = replace(make_full_shard(size), interleaved=(size, size))
         weight = weights.get_sharded(f"{name}.weight", 1, shard, (count, size))[heads.start : heads.stop]
         outputs = Shard(count * size, ((heads.start * size, heads.stop * size),), (size, size))
         target = AdapterTarget(
-            name, TargetKind.NORM, unsharded(count * size), outputs, slice(0), weight.flatten(), None
+            name, TargetKind.NORM, make_full_shard(count * size), outputs, slice(0), weight.flatten(), None
         )
         self.targets = concat_head_norm_targets([*self.targets, replace(target, checkpoint_shape=(count, size))])
         return HeadNorm(weight, config.layer_norm_eps, weights)

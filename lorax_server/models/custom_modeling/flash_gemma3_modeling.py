@@ -14,7 +14,7 @@ class Gemma3Attention(SharedHeadNormAttention):
 
     def load_head_norm(self, name: str, config: Any, weights: Weights) -> HeadRMSNorm:
         eps = config.rms_norm_eps
-        return HeadRMSNorm(name, weights, self.head_dim, eps, adaptable=False, offset=self.norm_offset, upcast=True)
+        return HeadRMSNorm(name, weights, self.head_dim, eps, is_adaptable=False, offset=self.norm_offset, upcast=True)
 
 
 class FlashGemma3ForCausalLM(FlashGemma2ForCausalLM):

@@ -15,7 +15,7 @@ from lorax_server.models.custom_modeling.architecture import Architecture, BiasF
 from lorax_server.models.custom_modeling.common import layer_windows
 from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaAttention, FlashLlamaForCausalLM
 from lorax_server.weights import Weights
-from lorax_server.weights.mxfp4 import BLOCK, dequantize_mxfp4
+from lorax_server.weights.mxfp4 import BLOCK_SIZE, dequantize_mxfp4
 
 
 class SinkAttention(FlashLlamaAttention):
@@ -73,14 +73,14 @@ def _load_experts(
         bias = weights.get_expert(f"{prefix}.gate_up_proj_bias", expert, (2 * inner.full,))
         down_bias = weights.get_expert(f"{prefix}.down_proj_bias", expert, (hidden.full,))
         yield ExpertMatrices(
-            weights.convert_matrix(_separate(gate_up, inner)),
+            weights.convert_matrix(_separate_gate_and_up(gate_up, inner)),
             weights.convert_matrix(inner.select(down, dim=1).contiguous()),
-            weights.convert(_separate(bias, inner)),
+            weights.convert(_separate_gate_and_up(bias, inner)),
             weights.convert(down_bias if is_first_rank else torch.zeros_like(down_bias)),
         )
 
 
-def _separate(x: torch.Tensor, inner: Shard) -> torch.Tensor:
+def _separate_gate_and_up(x: torch.Tensor, inner: Shard) -> torch.Tensor:
     """Return this rank's outputs of the gate matrix, followed by its outputs of the up matrix."""
     return torch.cat([inner.select(x[0::2], dim=0), inner.select(x[1::2], dim=0)])
 
@@ -88,6 +88,6 @@ def _separate(x: torch.Tensor, inner: Shard) -> torch.Tensor:
 def _load_matrix(weights: Weights, name: str, expert: int, outputs: int, inputs: int) -> torch.Tensor:
     """Return one expert's matrix `[outputs, inputs]`."""
     if weights.has(f"{name}_blocks"):
-        blocks = weights.get_expert(f"{name}_blocks", expert, (outputs, inputs // BLOCK, BLOCK // 2))
-        return dequantize_mxfp4(blocks, weights.get_expert(f"{name}_scales", expert, (outputs, inputs // BLOCK)))
+        blocks = weights.get_expert(f"{name}_blocks", expert, (outputs, inputs // BLOCK_SIZE, BLOCK_SIZE // 2))
+        return dequantize_mxfp4(blocks, weights.get_expert(f"{name}_scales", expert, (outputs, inputs // BLOCK_SIZE)))
     return weights.get_expert(name, expert, (inputs, outputs)).t()

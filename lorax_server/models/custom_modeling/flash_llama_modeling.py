@@ -13,11 +13,11 @@ from lorax_server.adapters.target import AdapterTarget
 from lorax_server.distributed import (
     Shard,
     join_shards,
+    make_full_shard,
     shard_evenly,
-    shard_grouped,
+    shard_grouped_qkv,
     shard_kv_heads,
     shard_units,
-    unsharded,
 )
 from lorax_server.errors import ConfigError
 from lorax_server.kernels import CosSin
@@ -101,7 +101,7 @@ class FlashLlamaAttention(nn.Module):
         """Return this rank's output shard of each matrix in `arch.names.qkv`."""
         if arch.grouped_qkv:
             counts = config.num_attention_heads, arch.get_num_kv_heads(config)
-            return [shard_grouped(self.heads, self.kv_heads, counts, self.head_dim)]
+            return [shard_grouped_qkv(self.heads, self.kv_heads, counts, self.head_dim)]
         if len(arch.names.qkv) == 1:
             return [join_shards([heads, kv_heads, kv_heads])]
         if not arch.interleaved:
@@ -168,7 +168,7 @@ class SparseMLP(nn.Module):
             weights,
             [f"{module}.{mixture.router}"],
             size,
-            [unsharded(mixture.num_experts)],
+            [make_full_shard(mixture.num_experts)],
             bias=mixture.has_router_bias,
             min_bits=8,
         )
@@ -185,7 +185,9 @@ class SparseMLP(nn.Module):
             self.shared = LlamaMLP(f"{module}.{mixture.shared}", config, weights, inside)
             if mixture.shared_gate is not None:
                 name = f"{module}.{mixture.shared_gate}"
-                self.shared_gate = TensorParallelMultiAdapterLinear(weights, [name], size, [unsharded(1)], bias=False)
+                self.shared_gate = TensorParallelMultiAdapterLinear(
+                    weights, [name], size, [make_full_shard(1)], bias=False
+                )
 
     def forward(self, x: torch.Tensor, ctx: PagedContext) -> torch.Tensor:
         out: torch.Tensor = self.experts(x, self.route(self.router(x, ctx.adapter_data)), ctx.adapter_data)

@@ -45,7 +45,7 @@ class FlashMPTForCausalLM(FlashLlamaForCausalLM):
             norm=partial(ResidualLayerNorm, eps=config.layer_norm_epsilon, bias=False),
             num_kv_heads=config.num_attention_heads,
             scale=attention.get("softmax_scale") or None,
-            slopes=_slopes(config.num_attention_heads, attention.get("alibi_bias_max", 8)),
+            slopes=_alibi_slopes(config.num_attention_heads, attention.get("alibi_bias_max", 8)),
             uses_rope=False,
             inner_size=4 * config.hidden_size,
             activation=get_activation("gelu", "activation"),
@@ -58,7 +58,7 @@ def _read_attention(config: Any) -> dict[str, Any]:
     return section if isinstance(section, dict) else vars(section)
 
 
-def _slopes(num_heads: int, steepest: float) -> torch.Tensor:
+def _alibi_slopes(num_heads: int, steepest: float) -> torch.Tensor:
     """Return the ALiBi slopes for all heads.
 
     If the number of heads is not a power of 2, MPT uses the slopes for the next higher power of 2, starting with the

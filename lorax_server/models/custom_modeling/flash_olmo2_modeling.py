@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lorax_server.adapters.target import AdapterTarget, TargetKind
-from lorax_server.distributed import shard_kv_heads, unsharded
+from lorax_server.distributed import make_full_shard, shard_kv_heads
 from lorax_server.layers.norm import RMSNorm, concat_head_norm_targets
 from lorax_server.models.custom_modeling.architecture import Architecture, read_biases
 from lorax_server.models.custom_modeling.common import PostNormLayer
@@ -23,7 +23,7 @@ class JointHeadNorm(nn.Module):
         group, size = weights.process_group, num_heads * head_dim
         shard = shard_kv_heads(group, num_heads, head_dim)
         self.weight = weights.get_sharded(f"{name}.weight", 0, shard, (size,)).float()
-        self.target = AdapterTarget(name, TargetKind.NORM, unsharded(size), shard, slice(0), self.weight, None)
+        self.target = AdapterTarget(name, TargetKind.NORM, make_full_shard(size), shard, slice(0), self.weight, None)
         self.eps = torch.tensor(eps, device=weights.device)
         self.group, self.ops = group, weights.ops
         self.count = max(size, shard.size * group.size())  # replicated key heads are counted once per rank

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lorax_server.distributed import unsharded
+from lorax_server.distributed import make_full_shard
 from lorax_server.kernels import CosSin
 from lorax_server.layers.activation import get_activation
 from lorax_server.layers.attention import PagedContext
@@ -118,4 +118,4 @@ def _load_projection(
     weights: Weights, name: str, in_features: int, out_features: int
 ) -> TensorParallelMultiAdapterLinear:
     """Load a linear projection that is replicated on every rank."""
-    return TensorParallelMultiAdapterLinear(weights, [name], in_features, [unsharded(out_features)], bias=False)
+    return TensorParallelMultiAdapterLinear(weights, [name], in_features, [make_full_shard(out_features)], bias=False)

@@ -18,7 +18,7 @@ class PhiAttention(SharedHeadNormAttention):
             super().load_head_norms(prefix, config, weights)
 
     def load_head_norm(self, name: str, config: Any, weights: Weights) -> LayerNorm:
-        return LayerNorm(name, weights, self.head_dim, config.layer_norm_eps, adaptable=False)
+        return LayerNorm(name, weights, self.head_dim, config.layer_norm_eps, is_adaptable=False)
 
 
 class FlashPhiForCausalLM(FlashLlamaForCausalLM):

@@ -16,7 +16,7 @@ from lorax_server.models.custom_modeling.encoder import CLASSIFIER, ClassifierHe
 from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaLayer, FlashLlamaModel
 from lorax_server.weights import Weights
 
-NAMES = ModuleNames(
+MODULE_NAMES = ModuleNames(
     embedding="embeddings.tok_embeddings",
     input_norm="attn_norm",
     second_norm="mlp_norm",
@@ -36,10 +36,10 @@ class ModernBertLayer(FlashLlamaLayer):
     def load_norms(self, names: ModuleNames, load: Callable[[str], nn.Module]) -> None:
         super().load_norms(names if not self._is_first else names._replace(input_norm="mlp_norm"), load)
         if self._is_first:  # its input is already normalized
-            self.input_layernorm = UnchangedInput()
+            self.input_layernorm = IdentityNorm()
 
 
-class UnchangedInput(nn.Module):
+class IdentityNorm(nn.Module):
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None, _: Any) -> tuple[torch.Tensor, torch.Tensor]:
         assert residual is None
         return x, x
@@ -62,7 +62,7 @@ class ModernBertEncoder:
         half = config.local_attention // 2 + 1  # tokens on each side, including the query
         windows = [half if kind == "sliding_attention" else None for kind in config.layer_types]
         return Architecture(
-            names=NAMES,
+            names=MODULE_NAMES,
             biases=BiasFlags(bool(config.attention_bias), bool(config.attention_bias), bool(config.mlp_bias)),
             attention_class=EncoderAttention,
             layer_class=ModernBertLayer,

@@ -33,7 +33,7 @@ from lorax_server.files.strict_json import parse_json
 
 logger = logging.getLogger(__name__)
 
-HUB = "hub"  # the only source that supports revisions (`name@revision`)
+HUB_SOURCE = "hub"  # the only source that supports revisions (`name@revision`)
 MAX_HEADER_CHARACTERS = 4096
 MAX_SECRET_CHARACTERS = MAX_HEADER_CHARACTERS // 2
 MAX_NAME_CHARACTERS = 64
@@ -82,7 +82,7 @@ class Key(Permissions, frozen=True):
         if self.adapters is None:
             return True
         if has_revisions is None:
-            has_revisions = source == HUB
+            has_revisions = source == HUB_SOURCE
         names = {name, name.partition("@")[0]} if has_revisions else {name}
         has_parent_reference = ".." in name.split("/")
         return not has_parent_reference and any(
@@ -131,12 +131,12 @@ class KeyRing:
         self.allows_anonymous = not api_keys and keys_file is None
         self.has_admin = False
         for number, secret in enumerate(api_keys, 1):
-            self._add(_digest_secret(secret, f"API key {number}"), Key(f"key-{number}"), f"API key {number}")
+            self._add_key(_digest_secret(secret, f"API key {number}"), Key(f"key-{number}"), f"API key {number}")
         if admin_key is not None:
-            self._add(_digest_secret(admin_key, "the admin key"), Key("admin", is_admin=True), "the admin key")
+            self._add_key(_digest_secret(admin_key, "the admin key"), Key("admin", is_admin=True), "the admin key")
         if keys_file is not None:
             for digest, key in _read_keys_file(keys_file):
-                self._add(digest, key, f"{keys_file}: key {key.name!r}")
+                self._add_key(digest, key, f"{keys_file}: key {key.name!r}")
 
     @property
     def is_empty(self) -> bool:
@@ -182,20 +182,22 @@ class KeyRing:
         bearer = BEARER_PATTERN.fullmatch(authorization)
         return None if bearer is None else self._keys.get(sha256(bearer[1].encode()).digest())
 
-    def _add(self, digest: bytes, key: Key, where: str) -> None:
+    def _add_key(self, digest: bytes, key: Key, location: str) -> None:
         if digest in self._keys:
-            raise ConfigError(f"{where} has the same secret as key {self._keys[digest].name!r}; secrets must be unique")
+            raise ConfigError(
+                f"{location} has the same secret as key {self._keys[digest].name!r}; secrets must be unique"
+            )
         if key.name in self._names:
-            raise ConfigError(f"{where}: the name {key.name!r} is already used; choose another")
+            raise ConfigError(f"{location}: the name {key.name!r} is already used; choose another")
         self._keys[digest] = key
         self._names.add(key.name)
         self.has_admin |= key.is_admin
 
 
-def _digest_secret(secret: str, where: str) -> bytes:
+def _digest_secret(secret: str, location: str) -> bytes:
     if SECRET_PATTERN.fullmatch(secret) is None or len(secret) > MAX_SECRET_CHARACTERS:
         raise ConfigError(
-            f"{where} must be 1 to {MAX_SECRET_CHARACTERS} visible ASCII characters without spaces, "
+            f"{location} must be 1 to {MAX_SECRET_CHARACTERS} visible ASCII characters without spaces, "
             "because it is sent in a header"
         )
     return sha256(secret.encode()).digest()
@@ -239,29 +241,29 @@ def _parse_keys_file(path: Path) -> dict[str, Any]:
         return parse(content)
     except (ValueError, RecursionError) as error:
         position = re.search(r"\(?(?:at )?line \d+,? column \d+", str(error))
-        where = f" {position[0]}" if position else ""
-        raise ConfigError(f"{path}: invalid {path.suffix[1:].upper()}{where}") from None
+        location = f" {position[0]}" if position else ""
+        raise ConfigError(f"{path}: invalid {path.suffix[1:].upper()}{location}") from None
 
 
-def _parse_key(where: str, name: str, table: object) -> tuple[bytes, Key]:
+def _parse_key(location: str, name: str, table: object) -> tuple[bytes, Key]:
     try:
         entry = msgspec.convert(table, _KeyEntry)
     except msgspec.ValidationError as error:  # its message names types and fields, never values
-        raise ConfigError(f"{where}: {error}") from None
+        raise ConfigError(f"{location}: {error}") from None
     if not (math.isfinite(entry.weight) and entry.weight > 0):
-        raise ConfigError(f"{where}: weight must be a finite number above 0")
+        raise ConfigError(f"{location}: weight must be a finite number above 0")
     if not _is_valid_name(name):
-        raise ConfigError(f"{where}: the name must have 1 to {MAX_NAME_CHARACTERS} printable characters")
+        raise ConfigError(f"{location}: the name must have 1 to {MAX_NAME_CHARACTERS} printable characters")
     if entry.group is not None and not _is_valid_name(entry.group):
-        raise ConfigError(f"{where}: group must have 1 to {MAX_NAME_CHARACTERS} printable characters")
+        raise ConfigError(f"{location}: group must have 1 to {MAX_NAME_CHARACTERS} printable characters")
     if (entry.key is None) == (entry.sha256 is None):
-        raise ConfigError(f"{where}: set either key or sha256")
+        raise ConfigError(f"{location}: set either key or sha256")
     if entry.key is not None:
-        digest = _digest_secret(entry.key, f"{where}: key")
+        digest = _digest_secret(entry.key, f"{location}: key")
     elif entry.sha256 is not None and HEX_DIGEST_PATTERN.fullmatch(entry.sha256):
         digest = bytes.fromhex(entry.sha256)
     else:
-        raise ConfigError(f"{where}: sha256 must be 64 hexadecimal digits")
+        raise ConfigError(f"{location}: sha256 must be 64 hexadecimal digits")
     return digest, Key(name, **{field: getattr(entry, field) for field in Permissions.__struct_fields__})
 
 

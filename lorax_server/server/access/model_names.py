@@ -19,7 +19,7 @@ from typing import NamedTuple
 from lorax_server.adapters.sources.local import LocalSource, normalize_local_name
 from lorax_server.adapters.sources.source import MAX_NAME_LENGTH
 from lorax_server.errors import AdapterNotFoundError, InputError, LoraxError
-from lorax_server.server.access.keys import HUB, Key
+from lorax_server.server.access.keys import HUB_SOURCE, Key
 from lorax_server.types import AdapterRef, Merge
 
 MAX_COMPARED_NAMES = 2000  # if there are more, the alphabetically closest names are compared
@@ -100,7 +100,7 @@ class ModelNames:
         self,
         model_id: str,
         served_names: Sequence[str] = (),
-        default_source: str = HUB,
+        default_source: str = HUB_SOURCE,
         static_adapter: tuple[str, str] | None = None,
         roots: Sequence[Path] = (),  # folders that contain local adapters, in search order
     ) -> None:
@@ -182,7 +182,7 @@ class ModelNames:
         name = self.strip_base_name(model)
         if self._is_base_model(name, source):
             return self.base_selection
-        if source is None and self._find_listed(name) is None and not self._may_exist_in_source(name):
+        if source is None and self._find_listed_adapter(name) is None and not self._may_exist_in_source(name):
             raise AdapterNotFoundError(
                 f"the model {model[:64]!r} does not exist; use a name from /v1/models, or owner/name for a hub adapter"
             )
@@ -194,7 +194,7 @@ class ModelNames:
             return self.base_selection
         return self.select_adapter(adapter_id, source, token)
 
-    def select_merged(
+    def select_merged_adapters(
         self, ids: Sequence[str], merge: Merge | None, source: str | None, token: str | None
     ) -> ModelSelection:
         selections = [self.select_adapter(name, source, token) for name in ids]
@@ -208,10 +208,10 @@ class ModelNames:
 
     def select_adapter(self, name: str, source: str | None, token: str | None = None) -> ModelSelection:
         """Return the selection for an adapter name. Unlike `select_model`, never return the base model."""
-        named = self._find_listed(name) if source is None else None
+        named = self._find_listed_adapter(name) if source is None else None
         if named is None:
             is_path, name = name.startswith("/"), self._normalize_name(name, source)
-            look_up = self._folder_names.get if is_path else self._find_listed  # paths never refer to aliases
+            look_up = self._folder_names.get if is_path else self._find_listed_adapter  # paths never refer to aliases
             named = look_up(name) if source is None else None
         if named is not None:
             # Key permissions apply to the listed name, not to the adapter that it refers to.
@@ -222,11 +222,11 @@ class ModelNames:
 
     def is_base_alias(self, name: str) -> bool:
         """Return True if a name in an adapter's config refers to this base model. Ignore folders, owners and case."""
-        return _last_part(name) in {_last_part(base) for base in self.base_names}
+        return _last_path_part(name) in {_last_path_part(base) for base in self.base_names}
 
-    def may_use(self, key: Key, alias: str, named: AdapterKey) -> bool:
+    def may_use(self, key: Key, alias: str, adapter_key: AdapterKey) -> bool:
         """Return True if the key may use the adapter under this listed name."""
-        return key.may_use(self.default_source, alias, self.default_source, named.source == HUB)
+        return key.may_use(self.default_source, alias, self.default_source, adapter_key.source == HUB_SOURCE)
 
     def normalize(self, source: str, name: str) -> AdapterKey:
         """Return the adapter key for a name, after normalizing the name."""
@@ -241,7 +241,7 @@ class ModelNames:
             name in ("", BASE_MODEL) or name in self.base_names or self._normalize_name(name, source) in self.base_names
         )
 
-    def _find_listed(self, name: str) -> AdapterKey | None:
+    def _find_listed_adapter(self, name: str) -> AdapterKey | None:
         """Return the adapter that a listed name refers to, or None. The name may have a revision suffix."""
         named = self._aliases.get(name) or self._folder_names.get(name)
         if named is not None:
@@ -256,7 +256,7 @@ class ModelNames:
         """
         if model in ("", BASE_MODEL) or model in self.base_names:
             return ""
-        if self._find_listed(model) is None:
+        if self._find_listed_adapter(model) is None:
             for base in sorted(self.base_names, key=len, reverse=True):
                 if model.startswith(f"{base}:"):
                     return model[len(base) + 1 :]
@@ -264,10 +264,10 @@ class ModelNames:
 
     def _may_exist_in_source(self, name: str) -> bool:
         """Return True if the name is valid in the default source. Only the hub restricts names."""
-        return self.default_source != HUB or HUB_NAME_PATTERN.fullmatch(name) is not None
+        return self.default_source != HUB_SOURCE or HUB_NAME_PATTERN.fullmatch(name) is not None
 
 
-def _last_part(name: str) -> str:
+def _last_path_part(name: str) -> str:
     return name.rstrip("/").rpartition("/")[2].casefold()
 
 

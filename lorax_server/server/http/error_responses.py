@@ -16,9 +16,9 @@ RETRYABLE_STATUSES = (ADAPTER_STATUS, 429, 500, 503)
 OPENAI_PREFIX = "/v1/"
 OVERLOADED_MESSAGE = "Model is overloaded"  # LoRAX's wording
 INVALID_ADAPTER_CODE = "invalid_adapter"
-INVALID_PREFIX = "Input validation error: "
-TEMPLATE_PREFIX = "Failed applying chat template to {}: "
-FAILED_PREFIX = "Request failed during generation: Server error: "
+INVALID_INPUT_PREFIX = "Input validation error: "
+TEMPLATE_FAILED_PREFIX = "Failed applying chat template to {}: "
+GENERATION_FAILED_PREFIX = "Request failed during generation: Server error: "
 # "validation" for other statuses
 ERROR_TYPE_BY_STATUS = {404: "not_found", 405: "method_not_allowed", 408: "timeout", 503: "healthcheck"}
 # OpenAI field names by LoRAX field name. Errors are raised with LoRAX names and translated for OpenAI routes.
@@ -75,21 +75,21 @@ class ErrorFormat(NamedTuple):
 # Error formats by class. The first matching class is used, so subclasses come first.
 ERROR_FORMATS: dict[type[errors.LoraxError], ErrorFormat] = {
     errors.MissingVariableError: ErrorFormat("missing_template_variable", "missing_template_variable"),
-    errors.NoTemplateError: ErrorFormat("no_chat_template", "no_chat_template", TEMPLATE_PREFIX),
-    errors.TemplateError: ErrorFormat("template_error", "template_error", TEMPLATE_PREFIX),
-    errors.ContextLengthError: ErrorFormat("validation", "context_length_exceeded", INVALID_PREFIX),
-    errors.NotSupportedError: ErrorFormat("validation", "unsupported_parameter", INVALID_PREFIX),
-    errors.InputError: ErrorFormat("validation", "invalid_value", INVALID_PREFIX),
+    errors.NoTemplateError: ErrorFormat("no_chat_template", "no_chat_template", TEMPLATE_FAILED_PREFIX),
+    errors.TemplateError: ErrorFormat("template_error", "template_error", TEMPLATE_FAILED_PREFIX),
+    errors.ContextLengthError: ErrorFormat("validation", "context_length_exceeded", INVALID_INPUT_PREFIX),
+    errors.NotSupportedError: ErrorFormat("validation", "unsupported_parameter", INVALID_INPUT_PREFIX),
+    errors.InputError: ErrorFormat("validation", "invalid_value", INVALID_INPUT_PREFIX),
     errors.OverloadedError: ErrorFormat("overloaded", "rate_limit_exceeded", f"{OVERLOADED_MESSAGE}: "),
     errors.BusyError: ErrorFormat("overloaded", None, f"{OVERLOADED_MESSAGE}: "),
-    errors.AdapterNotFoundError: ErrorFormat("generation", "model_not_found", FAILED_PREFIX),
-    errors.AdapterAccessError: ErrorFormat("generation", "model_access_denied", FAILED_PREFIX),
+    errors.AdapterNotFoundError: ErrorFormat("generation", "model_not_found", GENERATION_FAILED_PREFIX),
+    errors.AdapterAccessError: ErrorFormat("generation", "model_access_denied", GENERATION_FAILED_PREFIX),
     errors.AuthenticationError: ErrorFormat("authentication", "invalid_api_key"),
     errors.ForbiddenError: ErrorFormat("permission", "permission_denied"),
     errors.DeadlineError: ErrorFormat("timeout"),
-    errors.SourceError: ErrorFormat("generation", None, FAILED_PREFIX),
-    errors.AdapterError: ErrorFormat("generation", INVALID_ADAPTER_CODE, FAILED_PREFIX),
-    errors.LoraxError: ErrorFormat("generation", None, FAILED_PREFIX),
+    errors.SourceError: ErrorFormat("generation", None, GENERATION_FAILED_PREFIX),
+    errors.AdapterError: ErrorFormat("generation", INVALID_ADAPTER_CODE, GENERATION_FAILED_PREFIX),
+    errors.LoraxError: ErrorFormat("generation", None, GENERATION_FAILED_PREFIX),
 }
 
 
@@ -146,8 +146,8 @@ def make_error_response(error: BaseException, path: str) -> ErrorResponse:
     if isinstance(error, errors.InputError) and not isinstance(error, errors.TemplateError | errors.NotSupportedError):
         names = FIELD_NAMES_BY_PATH.get(path, {})
         message = FIELD_PATTERN.sub(lambda field: f"`{names.get(field[1], field[1])}`", message)
-    if error_format.prefix == TEMPLATE_PREFIX:
-        message = TEMPLATE_PREFIX.format("messages" if is_openai else "inputs") + message
+    if error_format.prefix == TEMPLATE_FAILED_PREFIX:
+        message = TEMPLATE_FAILED_PREFIX.format("messages" if is_openai else "inputs") + message
     elif not is_openai and message != OVERLOADED_MESSAGE:
         message = error_format.prefix + message
     match error:
@@ -190,7 +190,7 @@ def make_validation_error(errors: Sequence[Any], path: str) -> ErrorResponse:
     message = f"Input should be {forms[location[-1]]}" if has_wrong_type else error["msg"]
     if not is_openai:
         name = ".".join(map(str, location)) or "body"
-        return ErrorResponse(422, "validation", f"{INVALID_PREFIX}{name}: {message}")
+        return ErrorResponse(422, "validation", f"{INVALID_INPUT_PREFIX}{name}: {message}")
     name = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in location).lstrip(".")
     code = "invalid_type" if _is_type_error(error) else "invalid_value"
     if error["type"] == "missing":

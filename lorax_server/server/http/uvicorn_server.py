@@ -37,12 +37,12 @@ MAX_HEADER_BYTES = 64 * 1024
 WRITE_TIMEOUT_S = 120.0  # close the connection if the client reads no data for this long
 OVERLOAD_RETRY_S = 1.0
 
-HEADERS_TOO_LARGE = make_http_error(431, f"request headers must be at most {MAX_HEADER_BYTES} bytes")
-INVALID_REQUEST = make_http_error(400, "this is not a valid HTTP/1.1 request")
-UPGRADE_NOT_SUPPORTED = make_http_error(
+HEADERS_TOO_LARGE_ERROR = make_http_error(431, f"request headers must be at most {MAX_HEADER_BYTES} bytes")
+INVALID_REQUEST_ERROR = make_http_error(400, "this is not a valid HTTP/1.1 request")
+UPGRADE_NOT_SUPPORTED_ERROR = make_http_error(
     400, "protocol upgrades and CONNECT are not supported; send plain HTTP/1.1 without an `Upgrade` header"
 )
-TOO_MANY_CONNECTIONS = ErrorResponse(
+TOO_MANY_CONNECTIONS_ERROR = ErrorResponse(
     503, "overloaded", "the server has reached --max-connections", retry_after_s=OVERLOAD_RETRY_S
 )
 
@@ -95,9 +95,9 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         self._metrics.rejected_connections.labels("full").inc()
         self._audit_log.log_rejected_connection(
-            self._address, TOO_MANY_CONNECTIONS.status, TOO_MANY_CONNECTIONS.message
+            self._address, TOO_MANY_CONNECTIONS_ERROR.status, TOO_MANY_CONNECTIONS_ERROR.message
         )
-        self._write_error_response(TOO_MANY_CONNECTIONS)
+        self._write_error_response(TOO_MANY_CONNECTIONS_ERROR)
         transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -116,9 +116,9 @@ class LimitedProtocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-            self._reject(HEADERS_TOO_LARGE if self._are_headers_too_large else INVALID_REQUEST)
+            self._reject(HEADERS_TOO_LARGE_ERROR if self._are_headers_too_large else INVALID_REQUEST_ERROR)
         if self._are_headers_too_large:
-            self._reject(HEADERS_TOO_LARGE)
+            self._reject(HEADERS_TOO_LARGE_ERROR)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -130,7 +130,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._num_header_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if self._are_headers_too_large or self.parser.should_upgrade():
-            self._reject(HEADERS_TOO_LARGE if self._are_headers_too_large else UPGRADE_NOT_SUPPORTED)
+            self._reject(HEADERS_TOO_LARGE_ERROR if self._are_headers_too_large else UPGRADE_NOT_SUPPORTED_ERROR)
             raise _ProtocolError
         self._stop_header_timer()
         self._unset_keepalive_if_required()  # the timer was set again if the previous response completed

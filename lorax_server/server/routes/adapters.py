@@ -13,7 +13,7 @@ from lorax_server.server.access.model_names import HUB_NAME_PATTERN, AdapterKey,
 from lorax_server.server.adapter_listing import PageQuery, adapter_to_json, list_page
 from lorax_server.server.http.error_responses import json_response
 from lorax_server.server.http.replica_protocol import AdapterChange
-from lorax_server.server.routes.openai import ERRORS
+from lorax_server.server.routes.openai import ERROR_RESPONSES
 from lorax_server.server.schemas.openai import (
     Adapter,
     AdapterList,
@@ -25,26 +25,26 @@ from lorax_server.server.schemas.openai import (
 )
 from lorax_server.server.service import Service
 
-TAG = "Adapters"
+OPENAPI_TAG = "Adapters"
 MAX_PIN_NAMES_IN_ERROR = 5
-ERRORS_AND_CONFLICT: dict[int | str, dict[str, Any]] = {**ERRORS, 409: {"model": OpenAIErrorResponse}}
+ERROR_RESPONSES_AND_CONFLICT: dict[int | str, dict[str, Any]] = {**ERROR_RESPONSES, 409: {"model": OpenAIErrorResponse}}
 
 
 def make_router(service: Service) -> APIRouter:
-    router = APIRouter(tags=[TAG])
+    router = APIRouter(tags=[OPENAPI_TAG])
     _add_adapter_routes(router, service)
     _add_vllm_routes(router, service)
     return router
 
 
 def _add_adapter_routes(router: APIRouter, service: Service) -> None:
-    @router.get("/v1/adapters", operation_id="list_adapters", response_model=AdapterList, responses=ERRORS)
+    @router.get("/v1/adapters", operation_id="list_adapters", response_model=AdapterList, responses=ERROR_RESPONSES)
     async def adapters(request: Request, query: Annotated[PageQuery, Query()]) -> Response:
         """List adapters in pages, with their memory tier and usage. Admins see all adapters. Other callers see the
         named adapters that they may use, and the adapters in `also`."""
         return json_response(await list_page(service, request.state.key, query))
 
-    @router.post("/v1/adapters/load", operation_id="load_adapter", response_model=Adapter, responses=ERRORS)
+    @router.post("/v1/adapters/load", operation_id="load_adapter", response_model=Adapter, responses=ERROR_RESPONSES)
     async def load(request: Request, body: LoadRequest) -> Response:
         """Load the latest adapter version to the device, and pin or unpin it if `pin` is set."""
         key = service.check_admin(request, "load", body.adapter_id)
@@ -54,10 +54,13 @@ def _add_adapter_routes(router: APIRouter, service: Service) -> None:
         if body.name:
             names.add_alias(body.name, *choice.adapter_keys[0])
         request.state.adapter_change = AdapterChange(True, *choice.adapter_keys[0], body.name or "", body.pin)
-        return json_response(await _describe(service, identity, body.name or body.adapter_id))
+        return json_response(await _describe_adapter(service, identity, body.name or body.adapter_id))
 
     @router.post(
-        "/v1/adapters/unload", operation_id="unload_adapter", response_model=AdapterList, responses=ERRORS_AND_CONFLICT
+        "/v1/adapters/unload",
+        operation_id="unload_adapter",
+        response_model=AdapterList,
+        responses=ERROR_RESPONSES_AND_CONFLICT,
     )
     async def unload(request: Request, body: AdapterRequest) -> Response:
         """Unload an adapter once no request uses it, even if it is pinned under this name. A later request
@@ -69,7 +72,7 @@ def _add_adapter_routes(router: APIRouter, service: Service) -> None:
 
 def _add_vllm_routes(router: APIRouter, service: Service) -> None:
     as_text: dict[int | str, dict[str, Any]] = {
-        **ERRORS,
+        **ERROR_RESPONSES,
         200: {"content": {"text/plain": {"schema": {"type": "string"}}}},
     }
 
@@ -88,7 +91,7 @@ def _add_vllm_routes(router: APIRouter, service: Service) -> None:
         "/v1/unload_lora_adapter",
         operation_id="unload_lora_adapter",
         response_class=Response,
-        responses={**ERRORS_AND_CONFLICT, **as_text},
+        responses={**ERROR_RESPONSES_AND_CONFLICT, **as_text},
     )
     async def unload(request: Request, body: VllmUnloadRequest) -> Response:
         """Unload an adapter and remove its name, as in vLLM."""
@@ -97,18 +100,20 @@ def _add_vllm_routes(router: APIRouter, service: Service) -> None:
         return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.", media_type="text/plain")
 
 
-async def load_adapter(service: Service, key: Key, choice: ModelSelection, pin: bool | None) -> str:
+async def load_adapter(service: Service, key: Key, selection: ModelSelection, pin: bool | None) -> str:
     """Resolve a name, bypassing the cache, load the adapter and return its identity.
 
     Older versions that the name resolved to are unloaded.
     """
-    engine, (ref,), (name,) = service.engine, choice.refs, choice.adapter_keys
+    engine, (ref,), (name,) = service.engine, selection.refs, selection.adapter_keys
     old_identities = service.adapter_index.identities_of(name)
     await engine.forget(ref.source, ref.name)
     try:
         identity = (await engine.resolve([ref])).identity
     except AdapterNotFoundError as error:
-        raise await with_suggestions(error, choice.label, choice.requested_source, service.model_names, key) from None
+        raise await with_suggestions(
+            error, selection.label, selection.requested_source, service.model_names, key
+        ) from None
     except AdapterError as error:
         service.record_failure(ref, error)
         raise
@@ -140,7 +145,7 @@ async def unload_adapter(service: Service, key: Key, adapter_id: str, source: st
         raise await with_suggestions(error, adapter_id, source, names, key)
     holders = {identity: await _find_other_pins(service, identity, name) for identity in identities}
     if identities and holders[identities[-1]]:
-        raise _conflict(choice.label, holders[identities[-1]])
+        raise _make_conflict_error(choice.label, holders[identities[-1]])
     for identity in identities:
         if not holders[identity]:
             await _unload_identity(service, identity)
@@ -166,7 +171,7 @@ async def _unload_identity(service: Service, identity: str) -> None:
     service.adapter_index.unpin(identity)
 
 
-def _conflict(adapter_id: str, holders: list[str]) -> ConflictError:
+def _make_conflict_error(adapter_id: str, holders: list[str]) -> ConflictError:
     listed = ", ".join(map(repr, holders[:MAX_PIN_NAMES_IN_ERROR]))
     return ConflictError(
         f"adapter {adapter_id[:64]!r} cannot be unloaded because it has the same content as {listed}, which is pinned. "
@@ -174,7 +179,7 @@ def _conflict(adapter_id: str, holders: list[str]) -> ConflictError:
     )
 
 
-async def _describe(service: Service, identity: str, alias: str) -> dict[str, Any]:
+async def _describe_adapter(service: Service, identity: str, alias: str) -> dict[str, Any]:
     for state in await service.engine.list_adapters([identity]):
         return adapter_to_json(alias, service.adapter_index.first_name(identity), state)
     raise LoraxError("the adapter was evicted right after the load")

@@ -28,10 +28,13 @@ RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", "bos_token",
 
 
 def make_router(service: Service) -> APIRouter:
-    router = APIRouter(tags=[openai.TAG])
+    router = APIRouter(tags=[openai.OPENAPI_TAG])
 
     @router.post(
-        "/v1/chat/completions", operation_id="chat", response_model=ChatCompletionResponse, responses=openai.ERRORS
+        "/v1/chat/completions",
+        operation_id="chat",
+        response_model=ChatCompletionResponse,
+        responses=openai.ERROR_RESPONSES,
     )
     async def chat_completions(request: Request, body: ChatCompletionRequest) -> Response:
         """Complete a chat. With `stream`, the events are `chat.completion.chunk` objects followed by `[DONE]`."""
@@ -50,7 +53,7 @@ class PreparedChat(NamedTuple):
 
 async def _chat(context: RequestContext, body: ChatCompletionRequest) -> Response:
     openai.record_model(context, body)
-    generations, prompt, output_format = await prepare(context, body)
+    generations, prompt, output_format = await prepare_chat(context, body)
     is_enforced = generations[0].request.structure is not None
     choices = []
     for generation in generations:
@@ -61,10 +64,10 @@ async def _chat(context: RequestContext, body: ChatCompletionRequest) -> Respons
         return await openai.stream_choices(context, body, envelope, choices)
     await finish_all(generations)
     envelope = openai.make_envelope(context, body, "chatcmpl", "chat.completion")
-    return await context.build_response(lambda: _write(context, choices, envelope))
+    return await context.build_response(lambda: _write_response(context, choices, envelope))
 
 
-async def prepare(context: RequestContext, body: ChatCompletionRequest) -> PreparedChat:
+async def prepare_chat(context: RequestContext, body: ChatCompletionRequest) -> PreparedChat:
     """Check a chat request, render its prompt and create its generations. Return them ready to run."""
     context.check_unknown_fields(CHAT, body)
     service, options = context.service, _to_options(context.service, body)
@@ -203,7 +206,7 @@ class _ChatCompletion(NamedTuple):
         return deltas
 
 
-def _write(context: RequestContext, choices: list[_ChatCompletion], envelope: dict[str, Any]) -> Response:
+def _write_response(context: RequestContext, choices: list[_ChatCompletion], envelope: dict[str, Any]) -> Response:
     written, usage = [choice.write(index) for index, choice in enumerate(choices)], openai.count_usage(context)
     headers = context.response_headers(usage["completion_tokens"])
     return json_response(envelope | {"choices": written, "usage": usage}, 200, headers)

@@ -29,9 +29,11 @@ DEFAULT_MAX_TOKENS = 16
 
 
 def make_router(service: Service) -> APIRouter:
-    router = APIRouter(tags=[openai.TAG])
+    router = APIRouter(tags=[openai.OPENAPI_TAG])
 
-    @router.post("/v1/completions", operation_id="complete", response_model=CompletionResponse, responses=openai.ERRORS)
+    @router.post(
+        "/v1/completions", operation_id="complete", response_model=CompletionResponse, responses=openai.ERROR_RESPONSES
+    )
     async def completions(request: Request, body: CompletionRequest) -> Response:
         """Complete one or more prompts. With `stream`, the events are `CompletionChunk` objects followed by
         `[DONE]`.
@@ -61,8 +63,8 @@ async def _complete(context: RequestContext, body: CompletionRequest) -> Respons
     if body.stream:
         return await openai.stream_choices(context, body, envelope, list(chain.from_iterable(groups)))
     await finish_all(context.generations)
-    chosen = [choice for group in groups for choice in _choose(group, num_choices)]
-    return await context.build_response(lambda: _write(context, body, chosen, envelope))
+    chosen = [choice for group in groups for choice in _choose_best(group, num_choices)]
+    return await context.build_response(lambda: _write_response(context, body, chosen, envelope))
 
 
 def _to_options(
@@ -153,7 +155,7 @@ class _TextCompletion:
         }
 
 
-def _write(
+def _write_response(
     context: RequestContext, body: CompletionRequest, chosen: list[_TextCompletion], envelope: dict[str, Any]
 ) -> Response:
     choices, num_shown = [], 0
@@ -165,7 +167,7 @@ def _write(
     return json_response(envelope | {"choices": choices, "usage": usage}, 200, context.response_headers(num_shown))
 
 
-def _choose(group: list[_TextCompletion], count: int) -> list[_TextCompletion]:
+def _choose_best(group: list[_TextCompletion], count: int) -> list[_TextCompletion]:
     """Return the `count` most likely completions of a prompt. If all completions are returned, they keep
     their order.
     """

@@ -19,8 +19,8 @@ from lorax_server.server.access.model_names import AdapterKey, make_unknown_mode
 from lorax_server.server.adapter_listing import select_names
 from lorax_server.server.checks import check_no_surrogates
 from lorax_server.server.http.error_responses import ErrorResponse, json_response
-from lorax_server.server.routes.lorax import ERRORS
-from lorax_server.server.routes.openai import ERRORS as OPENAI_ERRORS
+from lorax_server.server.routes.lorax import ERROR_RESPONSES
+from lorax_server.server.routes.openai import ERROR_RESPONSES as OPENAI_ERRORS
 from lorax_server.server.schemas.lorax import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -35,14 +35,14 @@ from lorax_server.text.tokenizer import TokenSpan
 from lorax_server.types import Request as EngineRequest
 from lorax_server.types import SamplingParams, StopParams
 
-JSON = "application/json"
+JSON_CONTENT_TYPE = "application/json"
 MAX_TOKENIZE_CHARACTERS = 2**18  # each character adds up to 50 characters to the response
 LISTING_COST_FACTOR = 4  # listing tokens takes this many times longer than tokenizing
 ENCODE_BATCH_TOKENS = 4096  # encoding more tokens in one call would hold the GIL for too long
 PROBE_VALID_S = 5.0  # a successful probe is cached, so that callers without a key cannot overload the engine
 STATUS_TIMEOUT_S = 2.0  # a slow engine must not block the other metrics
-METHODS = ["GET", "POST", "DELETE", "PUT", "PATCH"]
-NOT_STORED = "responses are not stored and cannot be retrieved; use POST /v1/responses to create one"
+ALL_METHODS = ["GET", "POST", "DELETE", "PUT", "PATCH"]
+NOT_STORED_MESSAGE = "responses are not stored and cannot be retrieved; use POST /v1/responses to create one"
 
 
 def make_router(service: Service) -> APIRouter:
@@ -52,12 +52,12 @@ def make_router(service: Service) -> APIRouter:
     _add_metrics(router, service)
     _add_tokenizer(router, service)
 
-    @router.get("/info", operation_id="get_info", response_model=Info, responses=ERRORS, tags=["LoRAX"])
+    @router.get("/info", operation_id="get_info", response_model=Info, responses=ERROR_RESPONSES, tags=["LoRAX"])
     async def info() -> Response:
         """Return the served model and the server's limits."""
-        return json_response(_info(service).model_dump())
+        return json_response(_make_info(service).model_dump())
 
-    @router.get("/version", operation_id="get_version", responses=ERRORS, tags=["LoRAX"])
+    @router.get("/version", operation_id="get_version", responses=ERROR_RESPONSES, tags=["LoRAX"])
     async def version() -> dict[str, str]:
         """Return the server's version."""
         return {"version": __version__}
@@ -69,7 +69,7 @@ def make_router(service: Service) -> APIRouter:
         key: Key = request.state.key
         allowed = await select_names(service.model_names, key)
 
-        models = await asyncio.to_thread(_models, service, key, allowed)
+        models = await asyncio.to_thread(_list_models, service, key, allowed)
         return await asyncio.to_thread(json_response, {"object": "list", "data": models})
 
     @router.get("/v1/models/{model:path}", operation_id="get_model", response_model=Model, **openai)
@@ -78,23 +78,25 @@ def make_router(service: Service) -> APIRouter:
         key, names = request.state.key, service.model_names
         named = names.adapters.get(model)
         allowed = [(model, named)] if named is not None and names.may_use(key, model, named) else []
-        for described in _models(service, key, allowed):
+        for described in _list_models(service, key, allowed):
             if described["id"] == model:
                 return json_response(described)
         raise await with_suggestions(make_unknown_model_error(model), model, None, names, key)
 
-    router.api_route("/v1/responses/{rest:path}", methods=METHODS, include_in_schema=False)(_reject_stored_responses)
+    router.api_route("/v1/responses/{rest:path}", methods=ALL_METHODS, include_in_schema=False)(
+        _reject_stored_responses
+    )
     return router
 
 
 def _reject_stored_responses() -> Response:
     """Respond with 404 and an explanation, because SDKs report only that the response was not found."""
-    raise HTTPException(HTTPStatus.NOT_FOUND, NOT_STORED)
+    raise HTTPException(HTTPStatus.NOT_FOUND, NOT_STORED_MESSAGE)
 
 
 def _add_health(router: APIRouter, service: Service) -> None:
     unhealthy = ErrorResponse(503, "healthcheck", "unhealthy")
-    responses: dict[int | str, dict[str, Any]] = {200: {"description": "Everything is working"}, **ERRORS}
+    responses: dict[int | str, dict[str, Any]] = {200: {"description": "Everything is working"}, **ERROR_RESPONSES}
 
     async def health(request: Request) -> Response:
         """Return 200 if the server can process requests, else 503."""
@@ -134,13 +136,13 @@ def _add_metrics(router: APIRouter, service: Service) -> None:
             async with asyncio.timeout(STATUS_TIMEOUT_S):
                 status = await engine.status()
         service.metrics.engine.update(status, engine.is_healthy, engine.num_restarts)
-        if JSON in request.headers.get("accept", ""):
+        if JSON_CONTENT_TYPE in request.headers.get("accept", ""):
             return json_response(service.metrics.render_json())
         return Response(service.metrics.render_prometheus(), headers={"content-type": Metrics.content_type})
 
 
 def _add_tokenizer(router: APIRouter, service: Service) -> None:
-    common: dict[str, Any] = {"responses": ERRORS, "tags": ["Tokenization"]}
+    common: dict[str, Any] = {"responses": ERROR_RESPONSES, "tags": ["Tokenization"]}
 
     @router.post("/tokenize", operation_id="tokenize", response_model=list[SimpleToken], **common)
     async def tokenize(request: Request, body: TokenizeRequest) -> Response:
@@ -154,7 +156,7 @@ def _add_tokenizer(router: APIRouter, service: Service) -> None:
         tokenizer, with_special = service.tokenizers.base, body.add_special_tokens is not False
 
         def write() -> Response:
-            return encode_pieces(tokenizer.pieces(body.inputs, with_special))
+            return encode_token_spans(tokenizer.tokenize_with_spans(body.inputs, with_special))
 
         with service.rate_limits.acquire(key):
             return await service.tokenizers.run(tokenizer, LISTING_COST_FACTOR * len(body.inputs), write)
@@ -168,14 +170,14 @@ def _add_tokenizer(router: APIRouter, service: Service) -> None:
             return json_response({"text": await service.tokenizers.decode(tokenizer, body.ids, skip_special)})
 
 
-def encode_pieces(pieces: Sequence[TokenSpan]) -> Response:
+def encode_token_spans(pieces: Sequence[TokenSpan]) -> Response:
     """Return token pieces as a JSON response, encoded in batches to avoid holding the GIL for too long."""
     batches = (pieces[start : start + ENCODE_BATCH_TOKENS] for start in range(0, len(pieces), ENCODE_BATCH_TOKENS))
     written = [msgspec.json.encode([piece._asdict() for piece in batch])[1:-1] for batch in batches]
-    return Response(b"[" + b",".join(written) + b"]", media_type=JSON)
+    return Response(b"[" + b",".join(written) + b"]", media_type=JSON_CONTENT_TYPE)
 
 
-def _info(service: Service) -> Info:
+def _make_info(service: Service) -> Info:
     config, engine = service.config, service.engine.info
     return Info(
         model_id=config.model_id,
@@ -194,7 +196,7 @@ def _info(service: Service) -> Info:
     )
 
 
-def _models(service: Service, key: Key, allowed: list[tuple[str, AdapterKey]]) -> list[dict[str, Any]]:
+def _list_models(service: Service, key: Key, allowed: list[tuple[str, AdapterKey]]) -> list[dict[str, Any]]:
     """Return descriptions of the base model, if the caller may use it, and of the allowed adapters."""
     names, config = service.model_names, service.config
     common = {

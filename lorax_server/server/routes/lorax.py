@@ -31,23 +31,23 @@ from lorax_server.server.service import Service
 from lorax_server.structured_output import request_formats
 from lorax_server.types import MAX_MERGED_ADAPTERS, Merge, SamplingParams, StopParams, Structure
 
-TAG = "LoRAX"
-ERRORS: dict[int | str, dict[str, Any]] = {
+OPENAPI_TAG = "LoRAX"
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse} for status in (400, 401, 403, 408, 413, 415, 422, 424, 429, 500, 503, 504)
 }
 
 
 def make_router(service: Service) -> APIRouter:
-    router = APIRouter(tags=[TAG])
+    router = APIRouter(tags=[OPENAPI_TAG])
 
-    @router.post("/generate", operation_id="generate", response_model=GenerateResponse, responses=ERRORS)
+    @router.post("/generate", operation_id="generate", response_model=GenerateResponse, responses=ERROR_RESPONSES)
     async def generate(request: Request, body: GenerateRequest) -> Response:
         """Complete a prompt."""
         return await RequestContext(service, request).run(
             lambda context: _generate_response(context, body, as_list=False)
         )
 
-    @router.post("/generate_stream", operation_id="generate_stream", response_class=Response, responses=ERRORS)
+    @router.post("/generate_stream", operation_id="generate_stream", response_class=Response, responses=ERROR_RESPONSES)
     async def generate_stream(request: Request, body: GenerateRequest) -> Response:
         """Complete a prompt and stream its tokens. Each event is a `StreamResponse`; the last has `generated_text`."""
         return await RequestContext(service, request).run(lambda context: _generate_stream(context, body))
@@ -61,7 +61,7 @@ def make_router(service: Service) -> APIRouter:
         )
 
     for path, name in (("/", "answer"), ("/invocations", "invoke")):
-        router.post(path, operation_id=name, response_model=list[GenerateResponse], responses=ERRORS)(compat)
+        router.post(path, operation_id=name, response_model=list[GenerateResponse], responses=ERROR_RESPONSES)(compat)
     return router
 
 
@@ -81,10 +81,10 @@ async def _prepare(context: RequestContext, body: GenerateRequest, is_stream: bo
 async def _generate_response(context: RequestContext, body: GenerateRequest, as_list: bool) -> Response:
     generations = await _prepare(context, body, is_stream=False)
     await finish_all(generations)
-    return await context.build_response(lambda: _write(context, body, generations, as_list))
+    return await context.build_response(lambda: _write_response(context, body, generations, as_list))
 
 
-def _write(
+def _write_response(
     context: RequestContext, body: GenerateRequest, generations: list[RemoteGeneration], as_list: bool
 ) -> Response:
     order = sort_candidates([generation.completion.logprobs for generation in generations])
@@ -93,13 +93,13 @@ def _write(
     prefix = body.inputs if parameters.return_full_text else ""
     content: dict[str, Any] = {"generated_text": prefix + best.text}
     if parameters.details or parameters.decoder_input_details:
-        details = _details(best) | {
+        details = _format_details(best) | {
             "prompt_tokens": len(best.request.prompt_ids),
             "skipped_tokens": best.completion.num_skipped,
         }
         if others:
             details["best_of_sequences"] = [
-                _details(other) | {"generated_text": prefix + other.text} for other in others
+                _format_details(other) | {"generated_text": prefix + other.text} for other in others
             ]
         content["details"] = details
     headers = context.response_headers(len(best.completion.token_ids))
@@ -112,7 +112,7 @@ async def _generate_stream(context: RequestContext, body: GenerateRequest) -> Re
 
     def write(_: int, token_events: list[TokenEvent], is_first: bool) -> bytes:
         events: list[dict[str, Any]] = [
-            {"token": _token(generation, token_event), "generated_text": None, "details": None}
+            {"token": _format_token(generation, token_event), "generated_text": None, "details": None}
             for token_event in token_events
         ]
         if token_events[-1].finish_reason is not None:
@@ -120,7 +120,7 @@ async def _generate_stream(context: RequestContext, body: GenerateRequest) -> Re
             events[-1]["generated_text"] = prefix + generation.text
             if parameters.details:
                 prompt_tokens = len(generation.request.prompt_ids)
-                events[-1]["details"] = _summary(generation) | {"prompt_tokens": prompt_tokens}
+                events[-1]["details"] = _format_summary(generation) | {"prompt_tokens": prompt_tokens}
         if is_first:
             events[0] |= extra
         return encode_events(events)
@@ -128,7 +128,7 @@ async def _generate_stream(context: RequestContext, body: GenerateRequest) -> Re
     return await context.stream_events(write)
 
 
-def _summary(generation: RemoteGeneration) -> dict[str, Any]:
+def _format_summary(generation: RemoteGeneration) -> dict[str, Any]:
     completion = generation.completion
     assert completion.finish_reason is not None
     return {
@@ -138,12 +138,12 @@ def _summary(generation: RemoteGeneration) -> dict[str, Any]:
     }
 
 
-def _details(generation: RemoteGeneration) -> dict[str, Any]:
-    tokens = [_token(generation, token_event) for token_event in generation.events]
-    return _summary(generation) | {"prefill": _prefill(generation), "tokens": tokens}
+def _format_details(generation: RemoteGeneration) -> dict[str, Any]:
+    tokens = [_format_token(generation, token_event) for token_event in generation.events]
+    return _format_summary(generation) | {"prefill": _format_prefill(generation), "tokens": tokens}
 
 
-def _token(generation: RemoteGeneration, token_event: TokenEvent) -> dict[str, Any]:
+def _format_token(generation: RemoteGeneration, token_event: TokenEvent) -> dict[str, Any]:
     detokenizer = generation.tokenizer.detokenizer
     is_special = detokenizer.is_special(token_event.token_id)
     token = {
@@ -161,7 +161,7 @@ def _token(generation: RemoteGeneration, token_event: TokenEvent) -> dict[str, A
     return token
 
 
-def _prefill(generation: RemoteGeneration) -> list[dict[str, Any]]:
+def _format_prefill(generation: RemoteGeneration) -> list[dict[str, Any]]:
     """Return the prompt tokens with their log probabilities, except that the first token has no log probability."""
     logprobs = generation.completion.prompt_logprobs
     if logprobs is None:
@@ -182,10 +182,10 @@ def choose_adapter(parameters: GenerateParameters | PoolingParameters, names: Mo
     )
     if merged is None:
         return names.select_adapter_id(parameters.adapter_id, parameters.adapter_source, token)
-    return choose_merged(merged, parameters.adapter_source, token, names, parameters.seed)
+    return choose_merged_adapters(merged, parameters.adapter_source, token, names, parameters.seed)
 
 
-def choose_merged(
+def choose_merged_adapters(
     merged: MergedAdapters, source: str | None, token: str | None, names: ModelNames, seed: int | None
 ) -> ModelSelection:
     check(bool(merged.ids), "at least one adapter ID must be provided when setting `adapters`")
@@ -197,7 +197,7 @@ def choose_merged(
     check(len(merged.ids) == len(weights), "number of adapter IDs must match number of adapter weights")
     if len(merged.ids) == 1:  # nothing to merge, so use the adapter unchanged
         return names.select_adapter_id(merged.ids[0], source, token)
-    return names.select_merged(merged.ids, _merge(merged, weights, seed), source, token)
+    return names.select_merged_adapters(merged.ids, _make_merge(merged, weights, seed), source, token)
 
 
 def to_options(service: Service, inputs: str, parameters: GenerateParameters, is_stream: bool) -> RequestOptions:
@@ -252,7 +252,7 @@ async def read_structure(parameters: GenerateParameters) -> Structure | None:
     return await asyncio.to_thread(request_formats.read_structure, fields)
 
 
-def _merge(merged: MergedAdapters, weights: list[float], seed: int | None) -> Merge:
+def _make_merge(merged: MergedAdapters, weights: list[float], seed: int | None) -> Merge:
     """Return the merge parameters. The request's seed is used only for DARE, which drops weights at random.
 
     Without a seed, DARE uses seed 0, so that requests can share the merged adapter.
@@ -272,7 +272,7 @@ def _check_parameters(parameters: GenerateParameters, config: ServerConfig) -> N
         check(False, f"`best_of` must be > 0 and <= {limit}. Given: {best_of}")
     has_candidates = (best_of or 1) > 1
     check(
-        not has_candidates or _uses_sampling(parameters, any_temperature=True),
+        not has_candidates or _uses_sampling(parameters, counts_any_temperature=True),
         "you must use sampling when `best_of` is > 1",
     )
     _check_ranges(parameters, config)
@@ -285,8 +285,8 @@ def _check_ranges(parameters: GenerateParameters, config: ServerConfig) -> None:
     rules: tuple[tuple[float | None, Callable[[float], bool], str], ...] = (
         (parameters.temperature, lambda value: value >= 0, "`temperature` must be non-negative"),
         (parameters.repetition_penalty, lambda value: value > 0, "`repetition_penalty` must be strictly positive"),
-        (parameters.frequency_penalty, _is_penalty, "`frequency_penalty` must be >= -2.0 and <= 2.0"),
-        (parameters.presence_penalty, _is_penalty, "`presence_penalty` must be >= -2.0 and <= 2.0"),
+        (parameters.frequency_penalty, _is_valid_penalty, "`frequency_penalty` must be >= -2.0 and <= 2.0"),
+        (parameters.presence_penalty, _is_valid_penalty, "`presence_penalty` must be >= -2.0 and <= 2.0"),
         (parameters.top_p, lambda value: 0 < value <= 1, "`top_p` must be > 0.0 and < 1.0"),
         (parameters.typical_p, lambda value: 0 < value < 1, "`typical_p` must be > 0.0 and < 1.0"),
         (parameters.top_k, lambda value: 1 <= value < 2**31, "`top_k` must be strictly positive"),
@@ -302,23 +302,24 @@ def _check_ranges(parameters: GenerateParameters, config: ServerConfig) -> None:
         check(value is None or is_valid(value), message)  # NaN fails every rule
 
 
-def _is_penalty(value: float) -> bool:
+def _is_valid_penalty(value: float) -> bool:
     return -2 <= value <= 2
 
 
-def _uses_sampling(parameters: GenerateParameters, any_temperature: bool = False) -> bool:
+def _uses_sampling(parameters: GenerateParameters, counts_any_temperature: bool = False) -> bool:
     """Return True if the parameters enable sampling, according to LoRAX's rules.
 
-    With `any_temperature`, values without effect also count, such as a temperature of 1. LoRAX does this for `best_of`.
+    With `counts_any_temperature`, values without effect also count, such as a temperature of 1. LoRAX does this for
+    `best_of`.
     """
     temperature = parameters.temperature
-    by_temperature = temperature is not None and (any_temperature or temperature not in (0, 1))
+    by_temperature = temperature is not None and (counts_any_temperature or temperature not in (0, 1))
     top_p, typical_p = parameters.top_p, parameters.typical_p
     return bool(
         parameters.do_sample
         or by_temperature
         or parameters.top_k is not None
         or parameters.min_p
-        or (top_p is not None and (any_temperature or top_p < 1))
-        or (typical_p is not None and (any_temperature or typical_p < 1))
+        or (top_p is not None and (counts_any_temperature or top_p < 1))
+        or (typical_p is not None and (counts_any_temperature or typical_p < 1))
     )

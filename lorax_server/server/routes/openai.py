@@ -13,7 +13,7 @@ from lorax_server import __version__
 from lorax_server.errors import AdapterNotFoundError, LoraxError
 from lorax_server.generation.candidates import candidate_seed
 from lorax_server.generation.generation import TokenEvent
-from lorax_server.server.access.keys import HUB
+from lorax_server.server.access.keys import HUB_SOURCE
 from lorax_server.server.access.model_names import AdapterKey, ModelNames, ModelSelection
 from lorax_server.server.adapter_lookup import ResolvedModel
 from lorax_server.server.checks import (
@@ -26,17 +26,17 @@ from lorax_server.server.checks import (
 from lorax_server.server.generations import RemoteGeneration, count_cached_tokens
 from lorax_server.server.http.sse import DONE_EVENT, EventStream, encode_event, encode_events
 from lorax_server.server.request_context import RequestContext, RequestOptions
-from lorax_server.server.routes.lorax import choose_merged
+from lorax_server.server.routes.lorax import choose_merged_adapters
 from lorax_server.server.schemas.openai import CommonRequest, OpenAIErrorResponse
 from lorax_server.server.schemas.pooling import PooledRequest
 from lorax_server.server.service import Service
 from lorax_server.structured_output import request_formats
 from lorax_server.types import MAX_SEED, FinishReason, SamplingParams, StopParams, Structure
 
-TAG = "OpenAI Compatible"
-STATUSES = (400, 401, 403, 404, 408, 413, 415, 422, 429, 500, 503, 504)
-ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": OpenAIErrorResponse} for status in STATUSES}
-FINGERPRINT = f"lorax-{__version__}"
+OPENAPI_TAG = "OpenAI Compatible"
+ERROR_STATUSES = (400, 401, 403, 404, 408, 413, 415, 422, 429, 500, 503, 504)
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {status: {"model": OpenAIErrorResponse} for status in ERROR_STATUSES}
+SYSTEM_FINGERPRINT = f"lorax-{__version__}"
 
 # --- Adapters ---------------------------------------------------------------------------------------------------------
 
@@ -58,7 +58,7 @@ async def resolve(context: RequestContext, body: CommonRequest | PooledRequest) 
     except AdapterNotFoundError as error:
         named = AdapterKey(names.default_source, body.adapter_id or names.strip_base_name(body.model or ""))
         # Check permission first, so that callers cannot probe which adapters exist.
-        await context.lookup.check_may_use(named, named.source == HUB, None)
+        await context.lookup.check_may_use(named, named.source == HUB_SOURCE, None)
         raise await context.lookup.add_suggestions(error, named.name, None) from None
     return await context.resolve(selection)
 
@@ -70,7 +70,7 @@ def _select_model(body: CommonRequest | PooledRequest, names: ModelNames) -> Mod
         check(not model, "`model` and `merged_adapters` name different adapters; use only one of them")
         check(not body.adapter_id, "at most one of `adapter_id` or `merged_adapters` may be provided")
         seed = None if body.seed is None else body.seed & MAX_SEED
-        return choose_merged(body.merged_adapters, body.adapter_source, token, names, seed)
+        return choose_merged_adapters(body.merged_adapters, body.adapter_source, token, names, seed)
     if body.adapter_id and body.adapter_id != model:
         check(not model, "`model` and `adapter_id` name different adapters; use only one of them")
         return names.select_adapter_id(body.adapter_id, body.adapter_source, token)
@@ -81,7 +81,7 @@ def _select_model(body: CommonRequest | PooledRequest, names: ModelNames) -> Mod
 
 
 def check_stop_conditions(service: Service, body: CommonRequest) -> None:
-    check_stop_strings(_stop_strings(body), service.config)
+    check_stop_strings(_list_stop_strings(body), service.config)
     count = len(body.stop_token_ids or ())
     check(count <= MAX_LOGIT_BIASES, f"`stop_token_ids` supports up to {MAX_LOGIT_BIASES} tokens. Given: {count}")
 
@@ -104,12 +104,12 @@ def to_options(
 
     `raw_logprobs` is set only if log probabilities are needed, because it disables forced tokens in structured output.
     """
-    sampling = replace(_sampling(service, body, num_alternatives), raw_logprobs=raw_logprobs)
+    sampling = replace(_make_sampling_params(service, body, num_alternatives), raw_logprobs=raw_logprobs)
     stop = StopParams(
         max_new_tokens=max_new_tokens or default_new_tokens or service.max_total_tokens,
         min_new_tokens=body.min_tokens or 0,
         ignore_eos=bool(body.ignore_eos_token or body.ignore_eos),
-        stop_strings=tuple(_stop_strings(body)),
+        stop_strings=tuple(_list_stop_strings(body)),
         stop_token_ids=frozenset(body.stop_token_ids or ()),
         include_stop=False,
     )
@@ -127,11 +127,11 @@ def to_options(
 
 async def read_structure(body: CommonRequest) -> Structure | None:
     """Return the request's grammar, or None. Call this after admission, because analyzing schemas is expensive."""
-    fields = {name: value for name in request_formats.FIELDS if (value := getattr(body, name)) is not None}
+    fields = {name: value for name in request_formats.FORMAT_FIELDS if (value := getattr(body, name)) is not None}
     return await asyncio.to_thread(request_formats.read_structure, fields) if fields else None
 
 
-def _sampling(service: Service, body: CommonRequest, num_alternatives: int) -> SamplingParams:
+def _make_sampling_params(service: Service, body: CommonRequest, num_alternatives: int) -> SamplingParams:
     defaults, max_logprobs = service.defaults, service.config.max_logprobs
     fields: dict[str, Any] = {"temperature": 1.0, "top_k": 0} | collect_sampling_fields(body, defaults)
     if body.temperature is None and defaults.do_sample is False:
@@ -150,7 +150,7 @@ def _sampling(service: Service, body: CommonRequest, num_alternatives: int) -> S
     )
 
 
-def _stop_strings(body: CommonRequest) -> list[str]:
+def _list_stop_strings(body: CommonRequest) -> list[str]:
     return [body.stop] if isinstance(body.stop, str) else body.stop or []
 
 
@@ -166,7 +166,7 @@ def make_envelope(context: RequestContext, body: CommonRequest, prefix: str, kin
         "object": kind,
         "created": int(time.time()),
         "model": body.adapter_id or body.model or context.service.model_names.primary_name,
-        "system_fingerprint": FINGERPRINT,
+        "system_fingerprint": SYSTEM_FINGERPRINT,
     }
 
 

@@ -48,8 +48,8 @@ CLASSES, PAIRS = (CLASSIFY, TOKEN_CLASSIFY), (EMBED, CLASSIFY, SCORE)
 
 def make_router(service: Service) -> APIRouter:
     router = APIRouter()
-    native: dict[str, Any] = {"responses": lorax.ERRORS, "tags": [lorax.TAG]}
-    standard: dict[str, Any] = {"responses": openai.ERRORS, "tags": [openai.TAG]}
+    native: dict[str, Any] = {"responses": lorax.ERROR_RESPONSES, "tags": [lorax.OPENAPI_TAG]}
+    standard: dict[str, Any] = {"responses": openai.ERROR_RESPONSES, "tags": [openai.OPENAPI_TAG]}
 
     @router.post("/embed", operation_id="embed", response_model=EmbedResponse, **native)
     async def embed(request: Request, body: EmbedRequest) -> Response:

@@ -28,8 +28,12 @@ MAX_LOAD_ATTEMPTS = 20  # enough for an engine restart
 UNAVAILABLE_ERRORS = (EngineError, BusyError)
 REPLICA_KEY = Key("replica")
 MAX_REPORTED_ADAPTERS = 2 * MAX_IDENTITIES_PER_QUERY  # only the most recently resolved adapters are reported
-TIERS = {AdapterStage.DEVICE.value: "device", AdapterStage.LOADING.value: "device", AdapterStage.HOST.value: "host"}
-TIERS |= {AdapterStage.DISK.value: "disk", AdapterStage.PREPARING.value: "disk"}
+TIER_BY_STATE = {
+    AdapterStage.DEVICE.value: "device",
+    AdapterStage.LOADING.value: "device",
+    AdapterStage.HOST.value: "host",
+}
+TIER_BY_STATE |= {AdapterStage.DISK.value: "disk", AdapterStage.PREPARING.value: "disk"}
 
 
 def make_control_app(service: Service) -> Starlette:
@@ -77,7 +81,7 @@ async def _list_names_by_tier(service: Service) -> dict[str, list[str]]:
         for state in await service.engine.list_adapters(identities[start : start + MAX_IDENTITIES_PER_QUERY]):
             names = [name for name in seen.names_of(state.identity) if seen.latest_identity(name) == state.identity]
             for name in names:
-                tier = TIERS.get(state.state, "broken")
+                tier = TIER_BY_STATE.get(state.state, "broken")
                 listed.setdefault(tier, []).extend((name.name, *aliases.get(name, ())))
     for name in seen.failed_names():
         listed.setdefault("broken", []).extend((name.name, *aliases.get(name, ())))
@@ -145,10 +149,10 @@ class ChangeReplicator:
             self._service.model_names.remove_alias(change.alias)
         await unload_adapter(self._service, REPLICA_KEY, change.name, change.source)
 
-    async def _load_and_pin(self, name: AdapterKey, known: str, pin: bool | None) -> None:
+    async def _load_and_pin(self, name: AdapterKey, known_identity: str, pin: bool | None) -> None:
         for _ in range(MAX_LOAD_ATTEMPTS):
             try:
-                identity = known or await self._resolve(name)
+                identity = known_identity or await self._resolve(name)
                 if pin is not None:
                     async with self._lock:
                         await pin_adapter(self._service, identity, name, pin)
@@ -156,10 +160,10 @@ class ChangeReplicator:
             except UNAVAILABLE_ERRORS:
                 await asyncio.sleep(LOAD_RETRY_S)
             except LoraxError as error:
-                if not known:
+                if not known_identity:
                     logger.warning("cannot load adapter %r, which another replica loaded: %s", name.name[:64], error)
                     break
-                known = ""  # the engine has restarted and lost the adapter
+                known_identity = ""  # the engine has restarted and lost the adapter
         if self._loads[name].task is asyncio.current_task():
             del self._loads[name]
 

@@ -16,9 +16,9 @@ _T = TypeVar("_T")
 FailFastList = Annotated[list[_T], Field(fail_fast=True)]
 
 Seed = Annotated[int, Field(json_schema_extra={"minimum": 0, "maximum": 2**64 - 1})]
-Positive = Annotated[int, Field(json_schema_extra={"minimum": 1, "maximum": 2**31 - 1})]
-NotNegative = Annotated[int, Field(json_schema_extra={"minimum": 0})]
-AtLeastOne = Annotated[int, Field(json_schema_extra={"minimum": 1})]
+PositiveInt32 = Annotated[int, Field(json_schema_extra={"minimum": 1, "maximum": 2**31 - 1})]
+NonNegativeInt = Annotated[int, Field(json_schema_extra={"minimum": 0})]
+PositiveInt = Annotated[int, Field(json_schema_extra={"minimum": 1})]
 Fraction = Annotated[float, Field(json_schema_extra={"exclusiveMinimum": 0, "maximum": 1})]
 Penalty = Annotated[float, Field(json_schema_extra={"minimum": -2, "maximum": 2})]
 # `parse_logit_bias` checks the values, because pydantic would report every invalid value.
@@ -26,8 +26,8 @@ LogitBias = Annotated[
     dict[str, Any],
     Field(json_schema_extra={"additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}),
 ]
-Stop = Annotated[str, Field(json_schema_extra={"minLength": 1, "maxLength": 1024})]
-TokenIds = FailFastList[NotNegative]
+StopString = Annotated[str, Field(json_schema_extra={"minLength": 1, "maxLength": 1024})]
+TokenIds = FailFastList[NonNegativeInt]
 
 
 class Schema(BaseModel):
@@ -100,22 +100,24 @@ class GenerateParameters(CommonOptions):
     adapter_id: str | None = Field(
         default=None, description="The adapter name; null, empty or `__base_model__`: no adapter"
     )
-    best_of: NotNegative | None = Field(
+    best_of: NonNegativeInt | None = Field(
         default=None, description="Sample this many completions and return the most likely one; 0 means 1"
     )
     temperature: Annotated[float, Field(json_schema_extra={"minimum": 0, "maximum": MAX_FLOAT})] | None = None
-    top_k: Positive | None = None
+    top_k: PositiveInt32 | None = None
     typical_p: Annotated[float, Field(json_schema_extra={"exclusiveMinimum": 0, "exclusiveMaximum": 1})] | None = None
     do_sample: bool | None = False
-    max_new_tokens: Positive | None = Field(default=None, description="null: as many as fit into the context")
-    min_new_tokens: NotNegative | None = None
+    max_new_tokens: PositiveInt32 | None = Field(default=None, description="null: as many as fit into the context")
+    min_new_tokens: NonNegativeInt | None = None
     return_full_text: bool | None = Field(default=None, description="Start `generated_text` with the prompt")
-    stop: FailFastList[Stop] | None = []
-    truncate: Positive | None = Field(default=None, description="Keep only this many tokens from the end of the prompt")
+    stop: FailFastList[StopString] | None = []
+    truncate: PositiveInt32 | None = Field(
+        default=None, description="Keep only this many tokens from the end of the prompt"
+    )
     watermark: bool | None = False
     details: bool | None = False
     decoder_input_details: bool | None = False
-    return_k_alternatives: Positive | None = None
+    return_k_alternatives: PositiveInt32 | None = None
     apply_chat_template: bool | None = False
     seed: Seed | None = None
     response_format: ResponseFormat | None = None

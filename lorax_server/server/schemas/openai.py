@@ -5,13 +5,13 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from lorax_server.server.schemas.lorax import (
-    AtLeastOne,
     CommonOptions,
     FailFastList,
     Fraction,
-    NotNegative,
+    NonNegativeInt,
+    PositiveInt,
     Schema,
-    Stop,
+    StopString,
     Tier,
     TokenIds,
     describing_unsupported,
@@ -75,10 +75,10 @@ Count = Annotated[int, Field(ge=1, lt=2**31)]
 MAX_PROMPTS = 2048
 MAX_MESSAGES = 4096
 StopTokenIds = FailFastList[Annotated[int, Field(ge=0, lt=2**31)]]
-Prompts = Field(max_length=MAX_PROMPTS, json_schema_extra={"minItems": 1})
+PROMPT_LIST_FIELD = Field(max_length=MAX_PROMPTS, json_schema_extra={"minItems": 1})
 PromptText = Annotated[str, Field(json_schema_extra={"minLength": 1})]
 PromptIds = Annotated[TokenIds, Field(json_schema_extra={"minItems": 1})]
-Format = Annotated[
+ResponseFormatDict = Annotated[
     dict[str, Any],
     Field(
         json_schema_extra={
@@ -100,12 +100,12 @@ class CommonRequest(CommonOptions):
         default=None,
         description="An adapter: `name`, `base:name` or `name@revision`; null, empty or its name: the base model",
     )
-    max_tokens: AtLeastOne | None = None
+    max_tokens: PositiveInt | None = None
     temperature: Annotated[float, Field(json_schema_extra={"minimum": 0, "maximum": 2})] | None = None
     n: Count | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    stop: Stop | FailFastList[Stop] | None = None
+    stop: StopString | FailFastList[StopString] | None = None
     seed: OpenAISeed | None = None
     user: str | None = None
 
@@ -115,7 +115,7 @@ class CommonRequest(CommonOptions):
     adapter_id: str | None = Field(default=None, description="The adapter, if `model` is empty or names the base model")
 
     # vLLM extensions.
-    min_tokens: NotNegative | None = None
+    min_tokens: NonNegativeInt | None = None
     ignore_eos: bool | None = False
     stop_token_ids: StopTokenIds | None = None
     cache_salt: str | None = None
@@ -127,7 +127,7 @@ class CommonRequest(CommonOptions):
     guided_choice: FailFastList[str] | None = None
     guided_grammar: str | None = Field(default=None, description="A grammar in llguidance's Lark dialect or in GBNF")
 
-    response_format: Format | None = Field(default=None, description="The format of the completion text")
+    response_format: ResponseFormatDict | None = Field(default=None, description="The format of the completion text")
 
     @property
     def wants_usage(self) -> bool:
@@ -147,14 +147,14 @@ class CompletionRequest(CommonRequest):
 
     prompt: (
         PromptText
-        | Annotated[FailFastList[PromptText], Prompts]
+        | Annotated[FailFastList[PromptText], PROMPT_LIST_FIELD]
         | PromptIds
-        | Annotated[FailFastList[PromptIds], Prompts]
+        | Annotated[FailFastList[PromptIds], PROMPT_LIST_FIELD]
     )
     best_of: Count | None = None
     echo: bool | None = False
     logprobs: NumAlternatives | None = None
-    max_tokens: AtLeastOne | None = Field(
+    max_tokens: PositiveInt | None = Field(
         default=None, description="null: 16. With `echo`, 0 returns only the prompt's log probabilities"
     )
     add_special_tokens: bool | None = True
@@ -188,7 +188,7 @@ class ChatCompletionRequest(CommonRequest):
     model_config = ConfigDict(json_schema_extra=describing_unsupported(CHAT))
 
     messages: FailFastList[Message] = Field(max_length=MAX_MESSAGES, json_schema_extra={"minItems": 1})
-    max_completion_tokens: AtLeastOne | None = None
+    max_completion_tokens: PositiveInt | None = None
     logprobs: bool | None = False
     top_logprobs: NumAlternatives | None = None
     guideline: str | None = None

@@ -4,11 +4,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from lorax_server.server.schemas.lorax import AtLeastOne, FailFastList, OpenSchema, Schema, describing_unsupported
+from lorax_server.server.schemas.lorax import FailFastList, OpenSchema, PositiveInt, Schema, describing_unsupported
 from lorax_server.server.schemas.openai import MAX_MESSAGES, CommonRequest, NumAlternatives, ToolChoice
 from lorax_server.server.schemas.unsupported_fields import RESPONSES
 
-FUNCTION_TOOL = {
+FUNCTION_TOOL_SCHEMA = {
     "required": ["type", "name"],
     "properties": {
         "type": {"const": "function"},
@@ -17,9 +17,9 @@ FUNCTION_TOOL = {
     },
 }
 FunctionTools = Annotated[
-    FailFastList[Annotated[dict[str, Any], Field(json_schema_extra=FUNCTION_TOOL)]], Field(max_length=128)
+    FailFastList[Annotated[dict[str, Any], Field(json_schema_extra=FUNCTION_TOOL_SCHEMA)]], Field(max_length=128)
 ]
-Items = Annotated[FailFastList[dict[str, Any]], Field(max_length=MAX_MESSAGES, json_schema_extra={"minItems": 1})]
+InputItems = Annotated[FailFastList[dict[str, Any]], Field(max_length=MAX_MESSAGES, json_schema_extra={"minItems": 1})]
 
 
 class TextOptions(OpenSchema):
@@ -40,9 +40,9 @@ class ResponsesRequest(CommonRequest):
 
     model_config = ConfigDict(json_schema_extra=describing_unsupported(RESPONSES))
 
-    input: str | Items
+    input: str | InputItems
     instructions: str | None = None
-    max_output_tokens: AtLeastOne | None = None
+    max_output_tokens: PositiveInt | None = None
     tools: FunctionTools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None

@@ -59,36 +59,36 @@ class UnsupportedField(NamedTuple):
         return f"`{self.name}` is not supported yet; ignoring it would change the output"
 
 
-def _unsupported(dialects: str, routes: tuple[str, ...], *names: str) -> list[UnsupportedField]:
+def _make_fields(dialects: str, routes: tuple[str, ...], *names: str) -> list[UnsupportedField]:
     return [UnsupportedField(name, routes, dialects) for name in names]
 
 
 UNSUPPORTED_FIELDS = (
-    *_unsupported("LoRAX before `response_format`", (GENERATE,), "schema"),
-    *_unsupported("LoRAX, TGI", OPENAI, "parameters", "watermark", "truncate", "return_full_text"),
-    *_unsupported("OpenAI", OPENAI, "functions", "audio", "web_search_options"),
-    *_unsupported("OpenAI, TGI", (GENERATE, COMPLETIONS), "tools"),
-    *_unsupported("OpenAI", (RESPONSES,), "previous_response_id", "conversation", "background", "prompt", "moderation"),
-    *_unsupported("OpenAI", (RESPONSES,), "context_management", "messages", "logprobs"),
-    *_unsupported("OpenAI, vLLM", ALL_ROUTES, "suffix"),
-    *_unsupported("TGI", ALL_ROUTES, "top_n_tokens"),
-    *_unsupported("TGI, llama.cpp", ALL_ROUTES, "grammar"),
-    *_unsupported(
+    *_make_fields("LoRAX before `response_format`", (GENERATE,), "schema"),
+    *_make_fields("LoRAX, TGI", OPENAI, "parameters", "watermark", "truncate", "return_full_text"),
+    *_make_fields("OpenAI", OPENAI, "functions", "audio", "web_search_options"),
+    *_make_fields("OpenAI, TGI", (GENERATE, COMPLETIONS), "tools"),
+    *_make_fields("OpenAI", (RESPONSES,), "previous_response_id", "conversation", "background", "prompt", "moderation"),
+    *_make_fields("OpenAI", (RESPONSES,), "context_management", "messages", "logprobs"),
+    *_make_fields("OpenAI, vLLM", ALL_ROUTES, "suffix"),
+    *_make_fields("TGI", ALL_ROUTES, "top_n_tokens"),
+    *_make_fields("TGI, llama.cpp", ALL_ROUTES, "grammar"),
+    *_make_fields(
         "SGLang", ALL_ROUTES, "regex", "ebnf", "custom_logit_processor", "stop_regex", "return_hidden_states"
     ),
-    *_unsupported("SGLang", OPENAI, "no_stop_trim"),
-    *_unsupported("SGLang, llama.cpp", ALL_ROUTES, "json_schema"),
-    *_unsupported("SGLang, vLLM", ALL_ROUTES, "return_token_ids"),
-    *_unsupported("vLLM", ALL_ROUTES, "structural_tag", "guided_whitespace_pattern", "use_beam_search", "bad_words"),
-    *_unsupported("vLLM", ALL_ROUTES, "allowed_token_ids", "logits_processors", "return_tokens_as_token_ids"),
-    *_unsupported("vLLM", OPENAI, "include_stop_str_in_output", "truncate_prompt_tokens", "prompt_embeds"),
-    *_unsupported("vLLM", (CHAT, RESPONSES), "chat_template", "continue_final_message", "add_special_tokens", "echo"),
-    *_unsupported("vLLM", (GENERATE,), "stop_token_ids"),
-    *_unsupported(
+    *_make_fields("SGLang", OPENAI, "no_stop_trim"),
+    *_make_fields("SGLang, llama.cpp", ALL_ROUTES, "json_schema"),
+    *_make_fields("SGLang, vLLM", ALL_ROUTES, "return_token_ids"),
+    *_make_fields("vLLM", ALL_ROUTES, "structural_tag", "guided_whitespace_pattern", "use_beam_search", "bad_words"),
+    *_make_fields("vLLM", ALL_ROUTES, "allowed_token_ids", "logits_processors", "return_tokens_as_token_ids"),
+    *_make_fields("vLLM", OPENAI, "include_stop_str_in_output", "truncate_prompt_tokens", "prompt_embeds"),
+    *_make_fields("vLLM", (CHAT, RESPONSES), "chat_template", "continue_final_message", "add_special_tokens", "echo"),
+    *_make_fields("vLLM", (GENERATE,), "stop_token_ids"),
+    *_make_fields(
         "llama.cpp", ALL_ROUTES, "mirostat", "dry_multiplier", "xtc_probability", "dynatemp_range", "samplers"
     ),
-    *_unsupported("transformers", ALL_ROUTES, "no_repeat_ngram_size", "penalty_alpha", "bad_words_ids"),
-    *_unsupported("transformers", ALL_ROUTES, "max_length", "max_time", "min_length"),
+    *_make_fields("transformers", ALL_ROUTES, "no_repeat_ngram_size", "penalty_alpha", "bad_words_ids"),
+    *_make_fields("transformers", ALL_ROUTES, "max_length", "max_time", "min_length"),
     # Fields with another name on this server, or with values that have no effect.
     UnsupportedField("function_call", OPENAI, "OpenAI", neutral_values=("none", "auto")),
     UnsupportedField("modalities", OPENAI, "OpenAI", neutral_values=(["text"],)),
@@ -130,7 +130,7 @@ UNSUPPORTED_FIELDS = (
     UnsupportedField("task", (POOLING,), "Jina", "prompt_name"),
     UnsupportedField("truncate_prompt_tokens", (POOLING,), "vLLM", "truncate", neutral_values=(-1,)),
     UnsupportedField("normalize", (POOLING,), "TEI", neutral_values=(True,)),
-    *_unsupported("TEI", (POOLING,), "raw_scores"),
+    *_make_fields("TEI", (POOLING,), "raw_scores"),
 )
 FIELDS_BY_ROUTE = {
     route: {field.name: field for field in UNSUPPORTED_FIELDS if route in field.routes}

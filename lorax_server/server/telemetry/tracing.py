@@ -148,8 +148,8 @@ def _truncate(text: str) -> str:
     return text[:MAX_ATTRIBUTE_CHARACTERS].encode(errors="replace").decode()
 
 
-def _to_timestamp_ns(record: RequestRecord, after_s: float) -> int:
-    return int((record.started_at + after_s) * NS_PER_S)
+def _to_timestamp_ns(record: RequestRecord, offset_s: float) -> int:
+    return int((record.started_at + offset_s) * NS_PER_S)
 
 
 def _traces_url(endpoint: str) -> str:

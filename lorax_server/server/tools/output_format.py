@@ -13,21 +13,21 @@ from lorax_server.server.tools.tool_definitions import ToolDefinitions
 from lorax_server.server.tools.tool_prompt import add_tool_prompt
 from lorax_server.structured_output.grammars import prepare_schema
 from lorax_server.text.tokenizer import TextTokenizer
-from lorax_server.text.tools.formats import FORMATS, detect_format, renders_tools
+from lorax_server.text.tools.formats import FORMAT_CLASSES, detect_format, renders_tools
 from lorax_server.text.tools.grammar import (
     FunctionSchema,
     MarkerWriter,
     ReasoningTags,
     ToolFormat,
     check_size,
-    write_optional,
-    write_required,
+    write_optional_call_grammar,
+    write_required_call_grammar,
 )
 from lorax_server.text.tools.parser import ParsedEvent, ReasoningDelta, TextDelta, ToolOutputParser, ToolSet
 from lorax_server.text.tools.reasoning_parser import THINK_END, THINK_START, CompletionPart, ReasoningParser
 from lorax_server.types import Structure
 
-PLAIN_FORMAT = "json"  # for models that were not trained on a format
+PLAIN_JSON_FORMAT = "json"  # for models that were not trained on a format
 ID_CHARACTERS = string.ascii_letters + string.digits
 
 
@@ -81,9 +81,11 @@ class OutputFormat:
         )
         if tools.is_required or text_grammar is not None:
             return Structure(
-                write_required(*grammar_args, "" if tools.is_required or text_grammar is None else text_grammar.grammar)
+                write_required_call_grammar(
+                    *grammar_args, "" if tools.is_required or text_grammar is None else text_grammar.grammar
+                )
             )
-        return Structure(write_optional(*grammar_args))
+        return Structure(write_optional_call_grammar(*grammar_args))
 
     def _find_reasoning_tags(self, prompt: str) -> ReasoningTags | None:
         if not self.has_reasoning or prompt.rstrip().endswith(THINK_END):
@@ -147,12 +149,12 @@ def _find_tool_format(name: str | None, template: str, is_rendered: bool, is_req
                 "`tools`: the model's chat template does not render tools; set `tool_choice` to required or to a "
                 "function, use an adapter whose template renders tools, or start the server with --tool-parser"
             )
-        name = detect_format(template) if is_rendered else PLAIN_FORMAT
+        name = detect_format(template) if is_rendered else PLAIN_JSON_FORMAT
         if not name:
             raise NotSupportedError(
                 "`tools`: the chat template uses an XML tool call format that is not supported (only Qwen3-Coder's is)"
             )
-    return FORMATS[name]()
+    return FORMAT_CLASSES[name]()
 
 
 def find_adapter_setting(settings: Sequence[str], adapter: str | None) -> str | None:
@@ -183,7 +185,7 @@ class OutputParser:
 
     def feed(self, text: str) -> list[ParsedEvent]:
         if self._splitter is None:
-            return self._parse(text)
+            return self._parse_text(text)
         return [event for part in self._splitter.feed(text) for event in self._parse_part(part)]
 
     def finish(self) -> list[ParsedEvent]:
@@ -193,12 +195,12 @@ class OutputParser:
 
     def _parse_part(self, part: CompletionPart) -> Sequence[ParsedEvent]:
         if not part.is_reasoning:
-            return self._parse(part.text if self._separate_reasoning else part.raw)
+            return self._parse_text(part.text if self._separate_reasoning else part.raw_text)
         if not self._separate_reasoning:
-            return [TextDelta(part.raw)]
+            return [TextDelta(part.raw_text)]
         return [ReasoningDelta(part.text)] if part.text else []
 
-    def _parse(self, text: str) -> list[ParsedEvent]:
+    def _parse_text(self, text: str) -> list[ParsedEvent]:
         if self._parser is not None:
             return self._parser.feed(text)
         return [TextDelta(text)] if text else []

@@ -12,7 +12,7 @@ from lorax_server.server.checks import check
 from lorax_server.text.tools.grammar import OPTIONS_KEY, FunctionSchema
 
 NAME_PATTERN = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+EMPTY_PARAMETERS_SCHEMA: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def _parse_function(index: int, tool: Mapping[str, Any]) -> FunctionSchema:
         raise InputError(f"{where}: `name` must have 1 to 64 letters, digits, dots, dashes or underscores")
     check(parameters is None or isinstance(parameters, Mapping), f"{where}: `parameters` must be a JSON Schema object")
     check(strict is None or isinstance(strict, bool), f"{where}: `strict` must be true or false")
-    schema = dict(parameters or NO_PARAMETERS)
+    schema = dict(parameters or EMPTY_PARAMETERS_SCHEMA)
     check(OPTIONS_KEY not in schema, f"{where}: `parameters` has `{OPTIONS_KEY}`, which is not a JSON Schema keyword")
     check(schema.get("type", "object") == "object", f"{where}: `parameters` must describe an object")
     _check_properties(where, schema)
@@ -75,12 +75,12 @@ def _parse_function(index: int, tool: Mapping[str, Any]) -> FunctionSchema:
     return FunctionSchema(name, {"type": "object", **schema}, bool(strict))
 
 
-def _check_properties(where: str, schema: Mapping[str, Any]) -> None:
+def _check_properties(location: str, schema: Mapping[str, Any]) -> None:
     properties, required = schema.get("properties", {}), schema.get("required", [])
     is_valid = isinstance(properties, Mapping) and all(isinstance(each, Mapping | bool) for each in properties.values())
-    check(is_valid, f"{where}: `properties` of `parameters` must be an object of JSON Schemas")
+    check(is_valid, f"{location}: `properties` of `parameters` must be an object of JSON Schemas")
     is_valid = isinstance(required, list) and all(isinstance(each, str) for each in required)
-    check(is_valid, f"{where}: `required` of `parameters` must be a list of names")
+    check(is_valid, f"{location}: `required` of `parameters` must be a list of names")
 
 
 def _without_strict(function: Mapping[str, Any]) -> dict[str, Any]:

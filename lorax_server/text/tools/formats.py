@@ -14,7 +14,7 @@ from lorax_server.text.tools.json_formats import (
 from lorax_server.text.tools.pythonic import PythonicFormat
 from lorax_server.text.tools.qwen3_coder import Qwen3CoderFormat
 
-FORMATS: Mapping[str, Callable[[], ToolFormat]] = {
+FORMAT_CLASSES: Mapping[str, Callable[[], ToolFormat]] = {
     "hermes": HermesFormat,
     "llama3_json": LlamaJsonFormat,
     "pythonic": PythonicFormat,

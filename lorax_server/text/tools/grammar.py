@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from lorax_server.errors import InputError
 from lorax_server.text.tools.parser import CallFormat
-from lorax_server.text.tools.references import DEFINITIONS
+from lorax_server.text.tools.references import DEFINITION_KEYWORDS
 
 ANY_TEXT = r"(.|\n)*"
 OPTIONAL_WHITESPACE = r"[ \n]*"
@@ -18,8 +18,12 @@ OPTIONS_KEY = "x-guidance"  # llguidance's options keyword
 WHITESPACE = " "  # optional between JSON tokens; models may pad arrays with any whitespace that the grammar allows
 
 MAX_GRAMMAR_CHARACTERS = 2**18
-KEYWORDS = frozenset({"type", "properties", "required", "additionalProperties", *DEFINITIONS, OPTIONS_KEY})
-ANNOTATIONS = frozenset({"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"})
+STRICT_KEYWORDS = frozenset(
+    {"type", "properties", "required", "additionalProperties", *DEFINITION_KEYWORDS, OPTIONS_KEY}
+)
+ANNOTATION_KEYWORDS = frozenset(
+    {"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"}
+)
 
 FindTokenId = Callable[[str], int | None]
 """Returns the token ID of a text, or None."""
@@ -142,7 +146,7 @@ def write_call_list(rules: CallRules, arguments_key: str) -> list[str]:
     return [f'list: first{more} "]"\n', first, write_call_objects(calls, arguments_key)]
 
 
-def write_required(
+def write_required_call_grammar(
     tool_format: ToolFormat,
     functions: Sequence[FunctionSchema],
     is_parallel: bool,
@@ -161,7 +165,7 @@ def write_required(
     return _write_grammar(f"start: {before}{calls}\n{rules}", tool_format, functions, is_parallel, markers)
 
 
-def write_optional(
+def write_optional_call_grammar(
     tool_format: ToolFormat,
     functions: Sequence[FunctionSchema],
     is_parallel: bool,
@@ -170,7 +174,7 @@ def write_optional(
 ) -> str:
     """Return a grammar that allows free text and valid tool calls."""
     before, rules = _write_reasoning(reasoning, markers)
-    wrong = [f"{ANY_TEXT}{escape(marker)}{ANY_TEXT}" for marker in tool_format.opening_markers]
+    wrong = [f"{ANY_TEXT}{escape_regex(marker)}{ANY_TEXT}" for marker in tool_format.opening_markers]
     if tool_format.start_pattern:
         free, first = "BLANKS? (TEXT | calls)?", r"[^ \n]"
         wrong.append(f"{tool_format.start_pattern}{ANY_TEXT}")
@@ -178,7 +182,7 @@ def write_optional(
         marker, first = tool_format.opening_markers[0], r"(.|\n)"
         by_token = f" | TEXT? {markers.token(marker)} calls" if markers.has_token(marker) else ""
         free = f"(TEXT | trigger calls{by_token})?"
-        rules += f"trigger[lazy]: /{ANY_TEXT}{escape(marker)}/\n"
+        rules += f"trigger[lazy]: /{ANY_TEXT}{escape_regex(marker)}/\n"
     text = " & ".join([f"/{first}{ANY_TEXT}/", *(f"~/{pattern}/" for pattern in wrong)])
     return _write_grammar(f"start: {before}{free}\nTEXT: {text}\n{rules}", tool_format, functions, is_parallel, markers)
 
@@ -213,7 +217,7 @@ def _write_reasoning(reasoning: ReasoningTags | None, markers: MarkerWriter, aft
     """Return a grammar expression for optional reasoning followed by `after`, and the rules for this expression."""
     if reasoning is None:
         return "", ""
-    closing_tag = escape(reasoning.closing_tag)
+    closing_tag = escape_regex(reasoning.closing_tag)
     opening_tag = "" if reasoning.is_open else markers.write(reasoning.opening_tag)
     rest, rules = "reasons", f"reasons[lazy]: /{ANY_TEXT}{closing_tag}/\n"
     if markers.has_token(reasoning.closing_tag):
@@ -222,14 +226,14 @@ def _write_reasoning(reasoning: ReasoningTags | None, markers: MarkerWriter, aft
     return (f"{rest}{after} " if reasoning.is_open else f"({opening_tag} {rest}{after})? "), rules
 
 
-def escape(text: str) -> str:
+def escape_regex(text: str) -> str:
     """Escape text for a regular expression between slashes."""
-    return re.escape(text).replace("/", r"\/").replace("\n", "n")  # `re.escape` has added the backslash
+    return re.escape(text).replace("/", r"\/").replace("\n", "n")  # `re.escape_regex` has added the backslash
 
 
 def check_strict_keywords(call: CallGrammar) -> None:
     """Raise InputError if a strict schema has keywords that a grammar for single arguments cannot enforce."""
-    unknown = min(call.schema.keys() - KEYWORDS - ANNOTATIONS, default="")
+    unknown = min(call.schema.keys() - STRICT_KEYWORDS - ANNOTATION_KEYWORDS, default="")
     if call.is_strict and unknown:
         raise InputError(
             f"`tools`: `parameters` of {call.name!r} has `{unknown[:64]}`, which cannot be enforced "

@@ -15,31 +15,31 @@ from lorax_server.text.tools.grammar import (
 from lorax_server.text.tools.json_tool_calls import JsonToolCallParser, ObjectReader
 from lorax_server.text.tools.parser import MalformedCallError, ParsedEvent, ToolCallParser, ToolSet
 
-TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
+TOOL_CALL_START, TOOL_CALL_END = "<tool_call>", "</tool_call>"
 GRANITE_START, GRANITE_END = "<|tool_call|>", "<|/tool_call|>"
 GRANITE_ALTERNATIVE_STARTS = ("<tool_call>", "<function_call>")
 PYTHON_TAG = "<|python_tag|>"
-TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+TOOL_CALLS_MARKER, CALL_ID_MARKER, ARGS_MARKER = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 MAX_NAME_CHARACTERS = 512  # function name and call ID
 
 
 class HermesFormat(ToolFormat):
     """Hermes and Qwen: each call is enclosed in `<tool_call>` and `</tool_call>`."""
 
-    opening_markers = (TOOL_CALL,)
-    markers = (TOOL_CALL, TOOL_CALL_END)
+    opening_markers = (TOOL_CALL_START,)
+    markers = (TOOL_CALL_START, TOOL_CALL_END)
 
     def make_call_parser(self, tools: ToolSet) -> ToolCallParser:
         return JsonToolCallParser(tools, TOOL_CALL_END)
 
     def write_rules(self, rules: CallRules) -> list[str]:
-        opening_marker, closing_marker = map(rules.markers.write, (TOOL_CALL, TOOL_CALL_END))
+        opening_marker, closing_marker = map(rules.markers.write, (TOOL_CALL_START, TOOL_CALL_END))
         more = rf' ("\n" {opening_marker} tagged)*' if rules.is_parallel else ""
         tagged = rf'"\n" object "\n" {closing_marker}'
         return [f"calls: tagged{more}\ntagged: {tagged}\n", write_call_objects(rules.calls, "arguments")]
 
     def write_calls(self, calls: Sequence[Call]) -> str:
-        return "\n".join(f"{TOOL_CALL}\n{call.to_json('arguments')}\n{TOOL_CALL_END}" for call in calls)
+        return "\n".join(f"{TOOL_CALL_START}\n{call.to_json('arguments')}\n{TOOL_CALL_END}" for call in calls)
 
 
 class GraniteFormat(ToolFormat):
@@ -100,7 +100,7 @@ class MistralToolCallParser(JsonToolCallParser):
         return 1
 
     def _consume_name(self, text: str, at: int, events: list[ParsedEvent]) -> int:
-        name = self._name.removesuffix(ARGS).partition(CALL_ID)[0].strip()
+        name = self._name.removesuffix(ARGS_MARKER).partition(CALL_ID_MARKER)[0].strip()
         if name not in self._tools.names:
             raise MalformedCallError
         self._has_started = True
@@ -110,8 +110,8 @@ class MistralToolCallParser(JsonToolCallParser):
 class MistralFormat(ToolFormat):
     """Mistral: `[TOOL_CALLS]` and a list of calls. Newer models write `[TOOL_CALLS]name[ARGS]{...}` for each call."""
 
-    opening_markers = (TOOL_CALLS,)
-    markers = (TOOL_CALLS, CALL_ID, ARGS)
+    opening_markers = (TOOL_CALLS_MARKER,)
+    markers = (TOOL_CALLS_MARKER, CALL_ID_MARKER, ARGS_MARKER)
     has_short_ids = True
 
     def make_call_parser(self, tools: ToolSet) -> ToolCallParser:
@@ -119,14 +119,14 @@ class MistralFormat(ToolFormat):
 
     def write_rules(self, rules: CallRules) -> list[str]:
         markers, is_parallel = rules.markers, rules.is_parallel
-        if markers.has_token(ARGS):  # only newer tokenizers have this token
-            more = f" ({markers.write(TOOL_CALLS)} call)*" if is_parallel else ""
-            named = [f"{to_lark_string(call.name)} {markers.write(ARGS)} {call.rule}" for call in rules.calls]
+        if markers.has_token(ARGS_MARKER):  # only newer tokenizers have this token
+            more = f" ({markers.write(TOOL_CALLS_MARKER)} call)*" if is_parallel else ""
+            named = [f"{to_lark_string(call.name)} {markers.write(ARGS_MARKER)} {call.rule}" for call in rules.calls]
             return [f"calls: call{more}\n", f"call: {' | '.join(named)}\n"]
         return ['calls: " "? list\n', *write_call_list(rules, "arguments")]
 
     def write_calls(self, calls: Sequence[Call]) -> str:
-        return TOOL_CALLS + write_json_calls(calls, "arguments")
+        return TOOL_CALLS_MARKER + write_json_calls(calls, "arguments")
 
 
 class PlainJsonFormat(ToolFormat):

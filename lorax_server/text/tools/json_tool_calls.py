@@ -15,7 +15,7 @@ from lorax_server.text.tools.parser import (
 )
 
 ARGUMENTS_KEYS = ("arguments", "parameters")  # Llama uses the second
-CALL_HEAD = re.compile(r'\{\s*(?:"type"\s*:\s*"\w*"\s*,\s*)?"name"\s*:\s*"([^"\\]*)"\s*,\s*"\w+"\s*:\s*(?=\{)')
+CALL_HEAD_PATTERN = re.compile(r'\{\s*(?:"type"\s*:\s*"\w*"\s*,\s*)?"name"\s*:\s*"([^"\\]*)"\s*,\s*"\w+"\s*:\s*(?=\{)')
 MAX_HEAD_CHARACTERS = 1000  # before the arguments; function names are short
 
 
@@ -69,7 +69,7 @@ class ObjectReader(BracketScanner):
         start, end = at, self.scan(text, at)
         self._parts.append(text[at:end])
         if self.name is None and self._length <= MAX_HEAD_CHARACTERS:
-            head = CALL_HEAD.match("".join(self._parts))
+            head = CALL_HEAD_PATTERN.match("".join(self._parts))
             if head is not None:
                 self.name, start = head[1], at + head.end() - self._length
         self._length += end - at

@@ -5,7 +5,7 @@ from types import NoneType
 from typing import Any, NamedTuple
 
 from lorax_server.errors import InputError
-from lorax_server.text.tools.grammar import ANNOTATIONS, ANY_TEXT
+from lorax_server.text.tools.grammar import ANNOTATION_KEYWORDS, ANY_TEXT
 from lorax_server.text.tools.json_tool_calls import dump_json, parse_json
 from lorax_server.text.tools.parser import MalformedCallError
 from lorax_server.text.tools.references import resolve
@@ -22,7 +22,7 @@ class TextSchema(NamedTuple):
 
     length: str  # regular expression
     choices: Sequence[str] | None
-    unknown: str = ""  # keyword that cannot be enforced
+    unknown_keyword: str = ""  # keyword that cannot be enforced
 
 
 class JsonTypeFinder:
@@ -36,7 +36,7 @@ class JsonTypeFinder:
 
     def find(self, schema: Any) -> frozenset[str]:
         """Return the types that a subschema allows. Integers count as numbers."""
-        return self._find(schema, 0) or ALL_TYPES
+        return self._find_types(schema, 0) or ALL_TYPES
 
     def find_text_schema(self, schema: Mapping[str, Any], depth: int = 0) -> TextSchema:
         """Return the constraints on a text parameter. Follow references and `anyOf` with null."""
@@ -46,49 +46,49 @@ class JsonTypeFinder:
             self._texts[id(schema)] = TextSchema(ANY_TEXT, None, outer)  # for recursive references
             if not outer:
                 self._texts[id(schema)] = _read_text_schema(schema)
-            elif depth < MAX_DEPTH and not _find_unknown(schema, {outer}):
-                inner = self._find_inner(schema[outer])
+            elif depth < MAX_DEPTH and not _find_unknown_keyword(schema, {outer}):
+                inner = self._find_subschema(schema[outer])
                 if isinstance(inner, Mapping):
                     self._texts[id(schema)] = self.find_text_schema(inner, depth + 1)
         return self._texts[id(schema)]
 
-    def _find_inner(self, value: Any) -> Any:
+    def _find_subschema(self, value: Any) -> Any:
         """Return a reference's target, or the only alternative that allows text, or None if there is no such schema."""
         if not isinstance(value, list):
             return resolve(value, self._root)
         texts = [subschema for subschema in value if "string" in self.find(subschema)]
         return texts[0] if len(texts) == 1 else None
 
-    def _find(self, schema: Any, depth: int) -> frozenset[str]:
+    def _find_types(self, schema: Any, depth: int) -> frozenset[str]:
         if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
             return ALL_TYPES
         if id(schema) not in self._types:
             self._parts.append(schema)
             self._types[id(schema)] = ALL_TYPES  # for recursive references
-            self._types[id(schema)] = self._read(schema, depth)
+            self._types[id(schema)] = self._read_types(schema, depth)
         return self._types[id(schema)]
 
-    def _read(self, schema: Mapping[str, Any], depth: int) -> frozenset[str]:
+    def _read_types(self, schema: Mapping[str, Any], depth: int) -> frozenset[str]:
         types = ALL_TYPES
         if "$ref" in schema:
-            types &= self._find(resolve(schema["$ref"], self._root), depth + 1)
+            types &= self._find_types(resolve(schema["$ref"], self._root), depth + 1)
         if (named := schema.get("type")) is not None:
             names = named if isinstance(named, list) else [named]
             types &= {"number" if name == "integer" else name for name in names if isinstance(name, str)}
         if "const" in schema:
-            types &= {_type_of(schema["const"])}
+            types &= {_json_type_of(schema["const"])}
         if isinstance(values := schema.get("enum"), list):
-            types &= set(map(_type_of, values))
+            types &= set(map(_json_type_of, values))
         for word in ("anyOf", "oneOf"):
             if isinstance(subschemas := schema.get(word), list):
-                types &= frozenset().union(*(self._find(subschema, depth + 1) for subschema in subschemas))
+                types &= frozenset().union(*(self._find_types(subschema, depth + 1) for subschema in subschemas))
         if isinstance(subschemas := schema.get("allOf"), list):
             for subschema in subschemas:
-                types &= self._find(subschema, depth + 1) or ALL_TYPES
+                types &= self._find_types(subschema, depth + 1) or ALL_TYPES
         return types
 
 
-def _type_of(value: Any) -> str:
+def _json_type_of(value: Any) -> str:
     return TYPE_NAMES.get(type(value), "object")
 
 
@@ -97,9 +97,9 @@ def is_text(types: frozenset[str]) -> bool:
     return "string" in types and types <= {"string", "null"}
 
 
-def _find_unknown(schema: Mapping[str, Any], known: Set[str]) -> str:
+def _find_unknown_keyword(schema: Mapping[str, Any], known_keywords: Set[str]) -> str:
     """Return the first keyword that is neither known nor an annotation, or an empty string."""
-    return next((word for word in schema if word not in known and word not in ANNOTATIONS), "")
+    return next((word for word in schema if word not in known_keywords and word not in ANNOTATION_KEYWORDS), "")
 
 
 def _read_text_schema(schema: Mapping[str, Any]) -> TextSchema:
@@ -110,7 +110,7 @@ def _read_text_schema(schema: Mapping[str, Any]) -> TextSchema:
     choices = [schema["const"]] if "const" in schema else schema.get("enum")
     texts = [choice for choice in choices if isinstance(choice, str)] if isinstance(choices, list) else None
     pattern = rf"(.|\n){{{min_length},{'' if max_length is None else max_length}}}"
-    return TextSchema(pattern, texts, _find_unknown(schema, TEXT_KEYWORDS))
+    return TextSchema(pattern, texts, _find_unknown_keyword(schema, TEXT_KEYWORDS))
 
 
 def to_json(text: str, types: frozenset[str], is_json: bool) -> str:
@@ -121,6 +121,6 @@ def to_json(text: str, types: frozenset[str], is_json: bool) -> str:
             dump_json(value)  # NaN is not JSON
         except MalformedCallError:
             value = PYTHON_CONSTANTS.get(text.strip(), text)
-        if (is_json or not isinstance(value, str)) and _type_of(value) in types:
+        if (is_json or not isinstance(value, str)) and _json_type_of(value) in types:
             return dump_json(value)
     return "null" if "null" in types and text == "null" else dump_json(text)

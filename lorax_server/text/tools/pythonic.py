@@ -21,8 +21,8 @@ from lorax_server.text.tools.parser import MAX_CALL_CHARACTERS, MalformedCallErr
 from lorax_server.text.tools.references import Definitions
 
 PYTHON_START = "<|python_start|>"
-ESCAPES = re.compile(r"\\(.)", re.DOTALL)
-KNOWN_ESCAPES = frozenset("\n\\'\"abfnrtvxuUN01234567")
+ESCAPE_PATTERN = re.compile(r"\\(.)", re.DOTALL)
+PYTHON_ESCAPES = frozenset("\n\\'\"abfnrtvxuUN01234567")
 JSON_CONSTANTS = {"true": True, "false": False, "null": None}  # models also write JSON constants
 
 
@@ -55,7 +55,7 @@ class PythonicToolCallParser(ToolCallParser):
 def read_calls(text: str) -> list[ParsedToolCall]:
     """Parse a list of calls with literal arguments without executing code. Return an empty list if it is invalid."""
     try:
-        tree = ast.parse(ESCAPES.sub(_escape, text.strip()), mode="eval").body
+        tree = ast.parse(ESCAPE_PATTERN.sub(_escape, text.strip()), mode="eval").body
         return [_read_call(node) for node in tree.elts] if isinstance(tree, ast.List) else []
     except (MalformedCallError, SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
         return []
@@ -63,7 +63,7 @@ def read_calls(text: str) -> list[ParsedToolCall]:
 
 def _escape(match: re.Match[str]) -> str:
     """Double a backslash that does not start an escape sequence, because Python's parser warns about it."""
-    return match[0] if match[1] in KNOWN_ESCAPES else "\\" + match[0]
+    return match[0] if match[1] in PYTHON_ESCAPES else "\\" + match[0]
 
 
 def _read_call(node: ast.expr) -> ParsedToolCall:
@@ -121,7 +121,10 @@ def _write_keywords(rule: str, call: CallGrammar) -> Iterator[str]:
     for index, (name, schema) in enumerate(properties.items()):
         if not name.isidentifier() or keyword.iskeyword(name):
             raise InputError(f"`tools`: {call.name!r} has a parameter {name[:64]!r}, which is not a Python identifier")
-        suffix, value = f"{index}_{index + 1}", {**definitions.complete(schema), OPTIONS_KEY: call.schema[OPTIONS_KEY]}
+        suffix, value = (
+            f"{index}_{index + 1}",
+            {**definitions.with_definitions(schema), OPTIONS_KEY: call.schema[OPTIONS_KEY]},
+        )
         yield f"{rule}_first_{suffix}: {to_lark_string(name + '=')} %json {json.dumps(value)}\n"
         yield f'{rule}_more_{suffix}: (", " {rule}_first_{suffix}){"?" if optional[index] else ""}\n'
     count = len(optional)

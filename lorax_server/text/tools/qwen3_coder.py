@@ -19,7 +19,7 @@ from lorax_server.text.tools.grammar import (
     FunctionSchema,
     ToolFormat,
     check_strict_keywords,
-    escape,
+    escape_regex,
     to_lark_string,
 )
 from lorax_server.text.tools.json_tool_calls import ParsedToolCall, append_call_events, dump_json
@@ -27,15 +27,15 @@ from lorax_server.text.tools.parameter_text import JsonTypeFinder, is_text, to_j
 from lorax_server.text.tools.parser import MAX_CALL_CHARACTERS, MalformedCallError, ParsedEvent, ToolCallParser, ToolSet
 from lorax_server.text.tools.references import Definitions
 
-TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
-FUNCTION, FUNCTION_END = "<function=", "</function>"
-PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+TOOL_CALL_START, TOOL_CALL_END = "<tool_call>", "</tool_call>"
+FUNCTION_START, FUNCTION_END = "<function=", "</function>"
+PARAMETER_START, PARAMETER_END = "<parameter=", "</parameter>"
 MAX_HEAD_CHARACTERS = 512  # up to the end of the function name
 MAX_PARSE_ATTEMPTS = 16  # at end tags within one call; values may contain end tags
 NAME_PATTERN = re.compile(r"[^<>\n]{1,256}")
-TAG_PATTERN = re.compile(rf"\s*(?:{PARAMETER}({NAME_PATTERN.pattern})>|({FUNCTION_END}))")
-JSON_VALUE = re.compile(rf'((?:[^"<]++|"(?:[^"\\]++|\\.)*+")*+){PARAMETER_END}', re.DOTALL)
-TEXT_VALUE = re.compile(rf"(.*?){PARAMETER_END}", re.DOTALL)
+TAG_PATTERN = re.compile(rf"\s*(?:{PARAMETER_START}({NAME_PATTERN.pattern})>|({FUNCTION_END}))")
+JSON_VALUE_PATTERN = re.compile(rf'((?:[^"<]++|"(?:[^"\\]++|\\.)*+")*+){PARAMETER_END}', re.DOTALL)
+TEXT_VALUE_PATTERN = re.compile(rf"(.*?){PARAMETER_END}", re.DOTALL)
 
 
 class Qwen3CoderToolCallParser(ToolCallParser):
@@ -59,10 +59,12 @@ class Qwen3CoderToolCallParser(ToolCallParser):
     def _consume_head(self, character: str) -> int:
         """Consume one character of the tag `<function=name>`. The opening marker may include the start of the tag."""
         head = ("".join(self.pending) + character).lstrip()
-        name = head.removeprefix(FUNCTION)
+        name = head.removeprefix(FUNCTION_START)
         if character == ">" and name[:-1].strip() in self._tools.names:
             self._function = name[:-1].strip()
-        elif len(self.pending) > MAX_HEAD_CHARACTERS or not (FUNCTION.startswith(head) or NAME_PATTERN.fullmatch(name)):
+        elif len(self.pending) > MAX_HEAD_CHARACTERS or not (
+            FUNCTION_START.startswith(head) or NAME_PATTERN.fullmatch(name)
+        ):
             raise MalformedCallError
         return 1
 
@@ -99,7 +101,7 @@ class Qwen3CoderToolCallParser(ToolCallParser):
             key = tag[1].strip()
             types = finder.find(schema.get("properties", {}).get(key))
             is_json = "string" not in types or (self._tools.is_enforced and not is_text(types))
-            value = (JSON_VALUE if is_json else TEXT_VALUE).match(body, tag.end())
+            value = (JSON_VALUE_PATTERN if is_json else TEXT_VALUE_PATTERN).match(body, tag.end())
             if value is None:
                 return None
             if key in arguments:
@@ -116,8 +118,8 @@ class Qwen3CoderToolCallParser(ToolCallParser):
 
 
 class Qwen3CoderFormat(ToolFormat):
-    opening_markers = (TOOL_CALL, FUNCTION)
-    markers = (TOOL_CALL, TOOL_CALL_END)
+    opening_markers = (TOOL_CALL_START, FUNCTION_START)
+    markers = (TOOL_CALL_START, TOOL_CALL_END)
     has_json_arguments = False
 
     def __init__(self) -> None:
@@ -133,9 +135,9 @@ class Qwen3CoderFormat(ToolFormat):
         return Qwen3CoderToolCallParser(tools, self._finders)
 
     def write_rules(self, rules: CallRules) -> Iterator[str]:
-        opening_marker, closing_marker = map(rules.markers.write, (TOOL_CALL, TOOL_CALL_END))
+        opening_marker, closing_marker = map(rules.markers.write, (TOOL_CALL_START, TOOL_CALL_END))
         more = rf' ("\n" {opening_marker} tagged)*' if rules.is_parallel else ""
-        heads = [to_lark_string(f"\n{FUNCTION}{call.name}>\n") for call in rules.calls]
+        heads = [to_lark_string(f"\n{FUNCTION_START}{call.name}>\n") for call in rules.calls]
         choices = [f"{head} parameters_{index}" for index, head in enumerate(heads)]
         end = rf'{to_lark_string(FUNCTION_END)} "\n" {closing_marker}'
         yield f"calls: tagged{more}\ntagged: ({' | '.join(choices)}) {end}\n"
@@ -151,8 +153,8 @@ def _write_call(call: Call) -> str:
         name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         for name, value in call.arguments.items()
     }
-    parameters = (f"{PARAMETER}{name}>\n{text}\n{PARAMETER_END}\n" for name, text in texts.items())
-    return f"{TOOL_CALL}\n{FUNCTION}{call.name}>\n{''.join(parameters)}{FUNCTION_END}\n{TOOL_CALL_END}"
+    parameters = (f"{PARAMETER_START}{name}>\n{text}\n{PARAMETER_END}\n" for name, text in texts.items())
+    return f"{TOOL_CALL_START}\n{FUNCTION_START}{call.name}>\n{''.join(parameters)}{FUNCTION_END}\n{TOOL_CALL_END}"
 
 
 def _write_parameters(rule: str, call: CallGrammar) -> Iterator[str]:
@@ -167,7 +169,7 @@ def _write_parameters(rule: str, call: CallGrammar) -> Iterator[str]:
             raise InputError(f"`tools`: {call.name!r} has a parameter {name[:64]!r}, which cannot be written as a tag")
         given = f"{rule}_given_{index}"
         names.append(given if name in required else f"{given}?")
-        yield f'{given}: {to_lark_string(f"{PARAMETER}{name}>")} "\\n" {rule}_value_{index} "\\n"\n'
+        yield f'{given}: {to_lark_string(f"{PARAMETER_START}{name}>")} "\\n" {rule}_value_{index} "\\n"\n'
         yield _write_value(f"{rule}_value_{index}", call, name, schema, finder, definitions)
     # One sequence, because llguidance would use stack for each rule of a chain.
     yield f"{rule}: {' '.join(names) or to_lark_string('')}\n"
@@ -179,16 +181,16 @@ def _write_value(
     """Write the rule for a value and its closing tag."""
     types = finder.find(schema)
     if not is_text(types):
-        value = {**definitions.complete(schema), OPTIONS_KEY: call.schema[OPTIONS_KEY]}
+        value = {**definitions.with_definitions(schema), OPTIONS_KEY: call.schema[OPTIONS_KEY]}
         return f"{rule}: %json {json.dumps(value)} {to_lark_string(chr(10) + PARAMETER_END)}\n"
     found = finder.find_text_schema(schema)
-    if call.is_strict and found.unknown:
+    if call.is_strict and found.unknown_keyword:
         raise InputError(
-            f"`tools`: the parameter {name[:64]!r} of {call.name!r} has `{found.unknown}`, which cannot be enforced "
-            "for text in this model's tool call format; remove it, or do not set `strict`"
+            f"`tools`: the parameter {name[:64]!r} of {call.name!r} has `{found.unknown_keyword}`, which cannot be "
+            "enforced for text in this model's tool call format; remove it, or do not set `strict`"
         )
-    closing_marker, null = escape("\n" + PARAMETER_END), "|null" if "null" in types else ""
+    closing_marker, null = escape_regex("\n" + PARAMETER_END), "|null" if "null" in types else ""
     patterns = [rf"/({found.length}{null}){closing_marker}/"]
     if found.choices is not None:
-        patterns.append(rf"/({'|'.join(map(escape, found.choices))}{null}){closing_marker}/")
-    return f"{rule}[lazy]: {' & '.join(patterns)} & ~/{ANY_TEXT}{escape(PARAMETER_END)}(.|\\n)+/\n"
+        patterns.append(rf"/({'|'.join(map(escape_regex, found.choices))}{null}){closing_marker}/")
+    return f"{rule}[lazy]: {' & '.join(patterns)} & ~/{ANY_TEXT}{escape_regex(PARAMETER_END)}(.|\\n)+/\n"

@@ -11,7 +11,7 @@ class CompletionPart(NamedTuple):
     """The next part of the reasoning or content. `raw` also contains the tags and the whitespace around them."""
 
     text: str
-    raw: str
+    raw_text: str
     is_reasoning: bool
 
 

@@ -9,7 +9,7 @@ MAX_REFERENCE_CHARACTERS = 256
 # JSON levels, counted through references. llguidance compiles schemas by recursion, with up to 5 KB of stack per level,
 # so the deepest schema needs a third of the trial compile's 4 MiB stack.
 MAX_LEVELS = 256
-DEFINITIONS = ("$defs", "definitions")
+DEFINITION_KEYWORDS = ("$defs", "definitions")
 
 
 def split_reference(reference: Any) -> list[str] | None:
@@ -71,23 +71,23 @@ class Definitions:
     """Selects the definitions that a subschema needs to become a separate schema."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
-        self._all = {word: root[word] for word in DEFINITIONS if isinstance(root.get(word), Mapping)}
+        self._all = {word: root[word] for word in DEFINITION_KEYWORDS if isinstance(root.get(word), Mapping)}
         self._references: dict[tuple[str, str], list[str]] = {}  # by definition
 
-    def complete(self, subschema: Any) -> dict[str, Any]:
+    def with_definitions(self, subschema: Any) -> dict[str, Any]:
         """Return a subschema with the definitions that it uses.
 
         All definitions are included if a reference does not point to a definition.
         """
         own = subschema if isinstance(subschema, dict) else {}
-        return {**own, **self._select(own)}
+        return {**own, **self._select_definitions(own)}
 
-    def _select(self, subschema: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _select_definitions(self, subschema: Mapping[str, Any]) -> Mapping[str, Any]:
         selected: dict[str, dict[str, Any]] = {}
         waiting = find_references(subschema)
         while waiting:
             names = split_reference(waiting.pop())
-            if names is None or len(names) < 2 or names[0] not in DEFINITIONS:
+            if names is None or len(names) < 2 or names[0] not in DEFINITION_KEYWORDS:
                 return self._all
             word, name = names[:2]
             if name in self._all.get(word, {}) and name not in selected.get(word, {}):

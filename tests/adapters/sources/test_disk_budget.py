@@ -20,9 +20,9 @@ from torch import zeros
 from lorax_server import build
 from lorax_server.adapters.sources import remote
 from lorax_server.adapters.sources.disk_budget import (
-    MIN_IN_USE_S,
+    MIN_IN_USE_PERIOD_S,
     DiskBudget,
-    compute_in_use_s,
+    compute_in_use_period_s,
     mark_downloaded,
     mark_path,
     mark_used,
@@ -40,7 +40,7 @@ from tests.adapters.sources.hub_server import HubServer, Repo
 from tests.adapters.sources.server import Fault, Reply, running
 
 MB = 10**6
-LATER = MIN_IN_USE_S + 1
+LATER = MIN_IN_USE_PERIOD_S + 1
 
 
 class Clock:
@@ -174,11 +174,13 @@ def test_oversized_download_evicts_nothing(tmp_path: Path, root: Path, clock: Cl
     assert remaining_files(root, "a", "b", "c", "used") == ["a", "b", "c", "used"]
 
 
-@pytest.mark.parametrize(("timeout_s", "in_use_s"), [(120.0, MIN_IN_USE_S), (900.0, 960.0), (float("inf"), 86400.0)])
+@pytest.mark.parametrize(
+    ("timeout_s", "in_use_s"), [(120.0, MIN_IN_USE_PERIOD_S), (900.0, 960.0), (float("inf"), 86400.0)]
+)
 def test_version_is_not_evicted_within_adapter_timeout(
     tmp_path: Path, root: Path, clock: Clock, timeout_s: float, in_use_s: float
 ) -> None:
-    budget = DiskBudget(tmp_path, 5 * MB, in_use_s=compute_in_use_s(timeout_s), now=clock)
+    budget = DiskBudget(tmp_path, 5 * MB, in_use_s=compute_in_use_period_s(timeout_s), now=clock)
     budget.add_cache(root)
     write_version(root, "a", clock.now - in_use_s + 1, 4 * MB)
     with pytest.raises(SourceError), budget.reserve_space("adapter", 2 * MB):

@@ -9,15 +9,15 @@ import pytest
 from lorax_server.cli.planning.capacity import AdapterMix, Planner, Popularity, Traffic
 from lorax_server.cli.planning.model_sizes import ModelSizes, make_llama_sizes
 from lorax_server.cli.planning.step_time import (
-    ADAPTER_BYTES,
     ADAPTER_STEP_TIMES,
     API_TOKENS_PER_S,
     BASE_STEP_TIMES,
     GPUS,
+    MEASURED_ADAPTER_BYTES,
     MEASURED_CONTEXT_TOKENS,
     MEASURED_LAYERS,
-    TOKEN_BYTES,
-    WEIGHT_BYTES,
+    MEASURED_TOKEN_BYTES,
+    MEASURED_WEIGHT_BYTES,
     Gpu,
     decode_step_ms,
     prefill_tokens_per_s,
@@ -75,7 +75,9 @@ def adapters_of(case: str) -> float:
 def test_step_times_match_measurements(row: list[str]) -> None:
     case, ms, floor = row[0], float(row[1]), float(row[2])
     rows = int(case.split()[0])
-    read = count_read(sizes().read_bytes(rows), adapters_of(case), rows * MEASURED_CONTEXT_TOKENS * sizes().token_bytes)
+    read = count_read(
+        sizes().count_bytes_read(rows), adapters_of(case), rows * MEASURED_CONTEXT_TOKENS * sizes().token_bytes
+    )
     assert read_ms(H200, sum(read.values())) == pytest.approx(floor, rel=0.01)
     assert sum(decode_step_ms(H200, rows, read, MEASURED_LAYERS).values()) == pytest.approx(ms, rel=TOLERANCE)
 
@@ -87,14 +89,18 @@ def test_constants_match_documentation() -> None:
     own = {rows: measured[f"{rows} / {rows}"] for rows in (1, 16, 64, 256)}
     assert dict(ADAPTER_STEP_TIMES) == own
     model = sizes()
-    assert (model.read_bytes(1), model.token_bytes, model.layers) == (WEIGHT_BYTES, TOKEN_BYTES, MEASURED_LAYERS)
-    assert model.adapter_bytes(16, ALL) == ADAPTER_BYTES
+    assert (model.count_bytes_read(1), model.token_bytes, model.layers) == (
+        MEASURED_WEIGHT_BYTES,
+        MEASURED_TOKEN_BYTES,
+        MEASURED_LAYERS,
+    )
+    assert model.adapter_bytes(16, ALL) == MEASURED_ADAPTER_BYTES
     assert f"{1e6 / API_TOKENS_PER_S:.0f} us of API process CPU time per token" in (DOCS / "engine.md").read_text()
 
 
 @pytest.mark.parametrize("row", read_table("kernels.md", "### Prefill"), ids=lambda row: row[0])
 def test_prefill_rates_match_measurements(row: list[str]) -> None:
-    rate = prefill_tokens_per_s(H200, sizes().prompt_flop(1024), row[0] != "0")
+    rate = prefill_tokens_per_s(H200, sizes().prompt_flops(1024), row[0] != "0")
     assert rate == pytest.approx(float(row[1].replace(",", "")), rel=0.02)
 
 
@@ -110,7 +116,7 @@ def test_replica_throughput_matches_measurements(rows: int, measured: int) -> No
     """`benchmarks/gpu_serving.py`: streams over HTTP, 64 alternating adapters, prompts of 128 tokens."""
     assert f"{measured:,}" in (DOCS / "engine.md").read_text()
     tokens = plan_tokens(
-        AdapterMix.from_ranks(sizes(), [(16, 64)], ALL), Traffic(1, 128, 192, zipf=0), max_num_seqs=rows
+        AdapterMix.from_ranks(sizes(), [(16, 64)], ALL), Traffic(1, 128, 192, zipf_exponent=0), max_num_seqs=rows
     )
     assert tokens == pytest.approx(measured, rel=TOLERANCE)
 
@@ -127,7 +133,11 @@ def test_throughput_with_1000_adapters_matches_measurement() -> None:
 def test_step_time_grows_with_batch_size(gpu: Gpu) -> None:
     model, times = sizes(), []
     for rows in (1, 2, 16, 64, 200, 256, 512):
-        read = count_read(model.read_bytes(rows), rows * ADAPTER_BYTES, rows * MEASURED_CONTEXT_TOKENS * TOKEN_BYTES)
+        read = count_read(
+            model.count_bytes_read(rows),
+            rows * MEASURED_ADAPTER_BYTES,
+            rows * MEASURED_CONTEXT_TOKENS * MEASURED_TOKEN_BYTES,
+        )
         times.append(sum(decode_step_ms(gpu, rows, read, MEASURED_LAYERS).values()))
         assert times[-1] > read_ms(gpu, sum(read.values()))
     assert times == sorted(times)
@@ -145,8 +155,8 @@ def test_popularity_follows_zipf() -> None:
     for count in (0, 1, 10, 999, 1000, 3000, 5000, 9000):
         assert popularity.request_share_of_top(count) == pytest.approx(sum(shares[:count]) / sum(shares), abs=1e-3)
     exact = sum(1 - (1 - share / sum(shares)) ** 256 for share in shares)
-    assert popularity.expected_distinct(256) == pytest.approx(exact, rel=1e-3)
-    assert Popularity(64, 0).expected_distinct(1) == pytest.approx(1)
-    assert Popularity(1, 1).expected_distinct(7) == 1
-    assert Popularity(10**6, 0.5).expected_distinct(256) == pytest.approx(256, rel=0.01)
+    assert popularity.expected_distinct_adapters(256) == pytest.approx(exact, rel=1e-3)
+    assert Popularity(64, 0).expected_distinct_adapters(1) == pytest.approx(1)
+    assert Popularity(1, 1).expected_distinct_adapters(7) == 1
+    assert Popularity(10**6, 0.5).expected_distinct_adapters(256) == pytest.approx(256, rel=0.01)
     assert Popularity(0, 1).request_share_of_top(5) == 0

@@ -16,11 +16,11 @@ from peft import LoraConfig, get_peft_model
 from lorax_server.adapters.target import TargetKind
 from lorax_server.cli import main
 from lorax_server.cli.planning.command import LIMIT_REASONS
-from lorax_server.cli.planning.model_sizes import HALF_BYTES, ModelSizes, read_sizes
+from lorax_server.cli.planning.model_sizes import HALF_PRECISION_BYTES, ModelSizes, read_sizes
 from lorax_server.cli.planning.step_time import GPUS, find_gpu
 from lorax_server.errors import ConfigError
 from lorax_server.layers.targets import collect_adapter_targets
-from lorax_server.model_types import MODELS
+from lorax_server.model_types import MODEL_CLASSES
 from lorax_server.models.registry import DEFAULT_MAX_POSITIONS, build_model
 from tests.cli.planning.test_measured import LLAMA_8B
 from tests.models.tiny import GPT2, LLAMA, NO_GQA, make_model
@@ -86,22 +86,26 @@ def expect_error(*argv: str, capsys: pytest.CaptureFixture[str]) -> str:
 def test_weight_bytes_match_transformers(name: str) -> None:
     config = CONFIGS[name]()
     real = make_model(config)
-    assert ModelSizes(config).weight_bytes == HALF_BYTES * sum(parameter.numel() for parameter in real.parameters())
+    assert ModelSizes(config).weight_bytes == HALF_PRECISION_BYTES * sum(
+        parameter.numel() for parameter in real.parameters()
+    )
 
 
 def test_size_tests_cover_all_architectures() -> None:
     compared = {config().model_type for config in CONFIGS.values()}
     compared |= {variant.config().model_type for variant in OTHER_VARIANTS.values()}
-    assert compared == set(MODELS)
+    assert compared == set(MODEL_CLASSES)
 
 
 @pytest.mark.parametrize("name", OTHER_VARIANTS)
 def test_planned_memory_matches_served_model(name: str) -> None:
     oracle, config, rank = make_oracle(name), OTHER_VARIANTS[name].config(), 8
     counted = ModelSizes(config)
-    assert counted.weight_bytes == HALF_BYTES * sum(tensor.numel() for tensor in checkpoint(name, oracle).values())
+    assert counted.weight_bytes == HALF_PRECISION_BYTES * sum(
+        tensor.numel() for tensor in checkpoint(name, oracle).values()
+    )
     model = build_model(config, make_weights(checkpoint(name, oracle), torch.device("cpu")))
-    assert counted.token_bytes == 2 * HALF_BYTES * model.num_layers * math.prod(model.kv_shape)
+    assert counted.token_bytes == 2 * HALF_PRECISION_BYTES * model.num_layers * math.prod(model.kv_shape)
     kinds = (TargetKind.LINEAR, TargetKind.EXPERTS)
     targets = [target for target in collect_adapter_targets(model).values() if target.kind in kinds]
     counts = [1 if target.experts is None else target.experts.num_experts for target in targets]
@@ -109,18 +113,20 @@ def test_planned_memory_matches_served_model(name: str) -> None:
     sizes = [count * rank * size for target, count in pairs for size in (target.inputs.full, target.outputs.full)]
     modules = {target.name.rpartition(".")[2] for target in targets}
     assert {matrix.name for matrix in counted.matrices} == modules
-    assert counted.adapter_bytes(rank, modules) == 256 * sum(-(-HALF_BYTES * size // 256) for size in sizes)
+    assert counted.adapter_bytes(rank, modules) == 256 * sum(-(-HALF_PRECISION_BYTES * size // 256) for size in sizes)
     limit = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", DEFAULT_MAX_POSITIONS)
     assert counted.max_length == limit
 
 
-def test_decode_steps_read_only_the_experts_of_their_tokens() -> None:
+def test_decode_step_reads_only_routed_experts() -> None:
     sizes = ModelSizes(OTHER_VARIANTS["qwen3moe"].config())
-    expert = sum(HALF_BYTES * matrix.outputs * matrix.inputs for matrix in sizes.matrices if matrix.num_experts > 1)
-    step = sizes.read_bytes(1)
-    assert sizes.read_bytes(1000) == pytest.approx(step + 3 * expert)  # 6 experts, 3 per token
-    assert sizes.read_bytes(2) == pytest.approx(step + 1.5 * expert)
-    dense = sizes.prompt_flop(0) - 2 * 3 * expert // HALF_BYTES
+    expert = sum(
+        HALF_PRECISION_BYTES * matrix.outputs * matrix.inputs for matrix in sizes.matrices if matrix.num_experts > 1
+    )
+    step = sizes.count_bytes_read(1)
+    assert sizes.count_bytes_read(1000) == pytest.approx(step + 3 * expert)  # 6 experts, 3 per token
+    assert sizes.count_bytes_read(2) == pytest.approx(step + 1.5 * expert)
+    dense = sizes.prompt_flops(0) - 2 * 3 * expert // HALF_PRECISION_BYTES
     assert dense == 2 * sum(matrix.outputs * matrix.inputs for matrix in sizes.matrices if matrix.num_experts == 1)
 
 

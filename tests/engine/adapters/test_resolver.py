@@ -22,7 +22,7 @@ from cachetools import Cache
 
 from lorax_server.adapters.checkpoint import read_header
 from lorax_server.adapters.config import parse_config
-from lorax_server.adapters.identity import identify
+from lorax_server.adapters.identity import compute_identity
 from lorax_server.adapters.sources import finder
 from lorax_server.adapters.sources import source as source_module
 from lorax_server.adapters.sources.hub import HubSource
@@ -85,7 +85,7 @@ def replace(folder: Path, files: Mapping[str, bytes]) -> None:
 def identity_of(tmp_path: Path, files: Mapping[str, bytes]) -> str:
     folder = write(tmp_path / "expected", files)
     path = folder / WEIGHTS_FILE
-    return identify(parse_config(json.loads(files[CONFIG_FILE]), "any"), path, read_header(path, "any"))
+    return compute_identity(parse_config(json.loads(files[CONFIG_FILE]), "any"), path, read_header(path, "any"))
 
 
 class Clock:
@@ -230,9 +230,9 @@ def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
     def counted(config: Any, path: Path, *rest: Any) -> str:
         read.append(path)
-        return identify(config, path, *rest)
+        return compute_identity(config, path, *rest)
 
-    monkeypatch.setattr(finder, "identify", counted)
+    monkeypatch.setattr(finder, "compute_identity", counted)
     return read
 
 
@@ -261,7 +261,7 @@ def test_resolved_spec_is_picklable_after_pattern_use(harness: ResolverHarness) 
         return [(config.rank(module), config.scale(module), config.is_target(module)) for module in modules]
 
     expected = query_all(spec)
-    spec.checkpoints[0].config._patterns._seconds_left = 0.0  # a copied pattern has a separate time budget
+    spec.checkpoints[0].config._pattern_matcher._seconds_left = 0.0  # a copied pattern has a separate time budget
     copied = pickle.loads(pickle.dumps(spec))
     assert copied == spec
     assert query_all(copied) == expected
@@ -394,12 +394,12 @@ def test_request_during_local_fetch_starts_next_fetch(harness: ResolverHarness, 
     gate, second = harness.gate(), files_of(2)
 
     def slow(*args: Any) -> str:
-        identity = identify(*args)
+        identity = compute_identity(*args)
         if not gate.opened.is_set():
             gate()
         return identity
 
-    monkeypatch.setattr(finder, "identify", slow)
+    monkeypatch.setattr(finder, "compute_identity", slow)
     first = harness.submit("tuned", "local")
     gate.wait_for()
     swap_link(harness.root / "tuned", second)  # invisible to the first fetch
@@ -444,12 +444,12 @@ def test_changed_file_is_read_again_up_to_limit(harness: ResolverHarness, monkey
     numbers = iter(range(1, times + 1))
 
     def disturbed(config: Any, path: Path, *rest: Any) -> str:
-        identity = identify(config, path, *rest)
+        identity = compute_identity(config, path, *rest)
         for number in itertools.islice(numbers, 1):
             replace(path.parent, files_of(number))
         return identity
 
-    monkeypatch.setattr(finder, "identify", disturbed)
+    monkeypatch.setattr(finder, "compute_identity", disturbed)
     if times < finder.MAX_ATTEMPTS:
         spec, _ = result(harness.submit("tuned", "local"))
         assert spec.identity == identity_of(harness.tmp_path, files_of(times))

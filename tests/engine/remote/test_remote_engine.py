@@ -305,7 +305,7 @@ def test_resolve_errors_keep_class(
     shared(test)
 
 
-def test_load_and_unload(shared: Shared) -> None:
+def test_adapter_can_be_loaded_and_unloaded(shared: Shared) -> None:
     async def test(client: RemoteEngine) -> None:
         await client.load("a", pin=True)
         with pytest.raises(AdapterError, match="a is not pinned"):
@@ -317,7 +317,7 @@ def test_load_and_unload(shared: Shared) -> None:
     shared(test)
 
 
-def test_list_and_forget_adapters(shared: Shared) -> None:
+def test_adapters_can_be_listed_and_forgotten(shared: Shared) -> None:
     async def test(client: RemoteEngine) -> None:
         assert await client.list_adapters(["hash"]) == [AdapterState("hash", "name", "on disk", 7, True, 1, 2)]
         await client.forget("hub", "a")

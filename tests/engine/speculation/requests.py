@@ -4,11 +4,11 @@ import random
 from typing import Any, NamedTuple
 
 from demo.skills import write_items
-from lorax_server.cli.demo import FOLDER
+from lorax_server.cli.demo import DEMO_FOLDER
 from lorax_server.structured_output.grammars import from_choices, from_json_schema, from_regex
 from lorax_server.types import SamplingParams, StopParams, Structure
 
-MODEL, ADAPTERS = FOLDER / "model", FOLDER / "adapters"
+MODEL, ADAPTERS = DEMO_FOLDER / "model", DEMO_FOLDER / "adapters"
 NAMES: tuple[str | None, ...] = (None, *sorted(folder.name for folder in ADAPTERS.iterdir()))
 SCHEMA = {
     "type": "object",

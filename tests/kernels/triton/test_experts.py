@@ -33,7 +33,7 @@ def make(mixture: Mixture, device: torch.device) -> ExpertWeights:
 
 @pytest.mark.parametrize("name", slow_except({"small"}, MIXTURES))
 @pytest.mark.parametrize("tokens", [1, 9, 21])
-def test_tokens_pass_through_their_experts(name: str, tokens: int, device: torch.device) -> None:
+def test_each_token_uses_its_routed_experts(name: str, tokens: int, device: torch.device) -> None:
     mixture = MIXTURES[name]
     x, routing = mixture.inputs(tokens), mixture.route(tokens)
     out = kernels.run_experts(
@@ -67,7 +67,7 @@ def test_large_tiles_match_small_tiles(device: torch.device, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("tokens", "num_experts", "top_k"), [(1, 3, 2), (40, 5, 2), (7, 8, 8)])
-def test_pairs_are_sorted_by_expert_and_keep_their_order(
+def test_pairs_are_stably_sorted_by_expert(
     tokens: int, num_experts: int, top_k: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "PLAN_BLOCK", 16)

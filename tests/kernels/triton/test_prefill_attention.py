@@ -275,7 +275,7 @@ def test_prefill_uses_given_keys_and_values(
     torch.testing.assert_close(out.cpu(), expected, rtol=0, atol=1e-4)
 
 
-def test_given_prompts_use_only_host_lengths(device: torch.device) -> None:
+def test_contiguous_prompts_use_only_host_lengths(device: torch.device) -> None:
     """Device lengths are wrong, so reading them would fail."""
     batch, kv, (q, k, v) = make_given_case([(5, 0), (3, 0)], FP32)
     expected = reference.prefill_attention(q, k, v, kv, batch, AttentionSpec(0.3))

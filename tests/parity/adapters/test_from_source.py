@@ -61,7 +61,7 @@ def test_hub_and_folder_adapters_match_peft(name: str, tmp_path: Path, device: t
     model = make_model(case.base, device)
     targets = collect_adapter_targets(model)
     # Equal content has equal identities, independent of source and base model name.
-    assert len({open_adapter(found.folder, targets).identify() for found in fetched}) == 1
+    assert len({open_adapter(found.folder, targets).compute_identity() for found in fetched}) == 1
     arena = load_adapters(model, [fetched[0].folder], device)
     driver = PagedDriver(model)
     logits = driver.forward([(driver.add(1, len(IDS)), IDS)], arena)[0]

@@ -133,7 +133,7 @@ def test_access_is_checked_for_requested_name() -> None:
 
 def test_merged_adapters_keep_their_order() -> None:
     merge = Merge((0.5, 0.5))
-    selection = make().select_merged(["tutor", "owner/name"], merge, None, "token")
+    selection = make().select_merged_adapters(["tutor", "owner/name"], merge, None, "token")
     assert selection.refs == (AdapterRef("s3", "team/tutor-7", "token"), AdapterRef("hub", "owner/name", "token"))
     assert selection.merge is merge
     assert selection.label == "tutor,owner/name"
@@ -152,7 +152,7 @@ def test_spellings_of_local_path_select_same_adapter(name: str) -> None:
     ):
         assert selection == expected
     assert names.select_adapter_id(name, "LOCAL", None) == expected._replace(requested_source="local")
-    assert names.select_merged([name, "tutor"], Merge((1.0, 1.0)), None, None).label == "poet,tutor"
+    assert names.select_merged_adapters([name, "tutor"], Merge((1.0, 1.0)), None, None).label == "poet,tutor"
     names.add_alias("bard", "local", name)
     assert names.adapters["bard"] == ("local", "poet")
     assert make(static_adapter=("local", name), roots=[Path("/srv")]).base_selection.label == "poet"

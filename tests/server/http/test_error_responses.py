@@ -26,7 +26,12 @@ from lorax_server.errors import (
     TemplateError,
     WeightsError,
 )
-from lorax_server.server.http.error_responses import FAILED_PREFIX, json_response, make_error_response, make_http_error
+from lorax_server.server.http.error_responses import (
+    GENERATION_FAILED_PREFIX,
+    json_response,
+    make_error_response,
+    make_http_error,
+)
 from lorax_server.server.telemetry.metrics import FAILURE_BY_ERROR_TYPE
 
 NATIVE, OPENAI = "/generate", "/v1/completions"
@@ -51,12 +56,12 @@ ALL = sorted(
         (OverloadedError("Model is overloaded"), 429, "overloaded", "Model is overloaded"),
         (OverloadedError("wait"), 429, "overloaded", "Model is overloaded: wait"),
         (BusyError("wait"), 503, "overloaded", "Model is overloaded: wait"),
-        (AdapterError("no"), 424, "generation", f"{FAILED_PREFIX}no"),
-        (AdapterNotFoundError("no"), 424, "generation", f"{FAILED_PREFIX}no"),
-        (AdapterAccessError("no"), 424, "generation", f"{FAILED_PREFIX}no"),
-        (SourceError("no"), 424, "generation", f"{FAILED_PREFIX}no"),
-        (EngineError("no"), 500, "generation", f"{FAILED_PREFIX}no"),
-        (WeightsError("no"), 500, "generation", f"{FAILED_PREFIX}no"),
+        (AdapterError("no"), 424, "generation", f"{GENERATION_FAILED_PREFIX}no"),
+        (AdapterNotFoundError("no"), 424, "generation", f"{GENERATION_FAILED_PREFIX}no"),
+        (AdapterAccessError("no"), 424, "generation", f"{GENERATION_FAILED_PREFIX}no"),
+        (SourceError("no"), 424, "generation", f"{GENERATION_FAILED_PREFIX}no"),
+        (EngineError("no"), 500, "generation", f"{GENERATION_FAILED_PREFIX}no"),
+        (WeightsError("no"), 500, "generation", f"{GENERATION_FAILED_PREFIX}no"),
         (AuthenticationError("no"), 401, "authentication", "no"),
         (ForbiddenError("no"), 403, "permission", "no"),
         (DeadlineError("no"), 504, "timeout", "no"),

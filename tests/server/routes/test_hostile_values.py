@@ -214,6 +214,6 @@ def test_invalid_queries_are_rejected(routes: Routes, case: str) -> None:
 @pytest.mark.parametrize(
     "query", ["after=name:%00", "after=hash:%ff", "after=hash:", "search=%ed%a0%80", "limit=1&limit=2"]
 )
-def test_odd_queries_are_accepted(routes: Routes, query: str) -> None:
+def test_unusual_queries_are_accepted(routes: Routes, query: str) -> None:
     check(routes.get(f"/v1/adapters?{query}"), 200)
     check(routes.get(f"/v1/adapters?{query}", ADMIN), 200)

@@ -37,7 +37,7 @@ def test_adapters_can_be_changed_on_loopback_without_keys(host: str) -> None:
         {"replica_secret": "s"},  # behind the ingress
     ],
 )
-def test_admin_key_is_required_otherwise(config: dict[str, Any]) -> None:
+def test_exposed_server_requires_admin_key(config: dict[str, Any]) -> None:
     routes = Routes(["poet"], **{"host": "127.0.0.1", **config})
     for path in (LOAD, UNLOAD):
         assert change(routes, path) in (401, 403)

@@ -104,7 +104,7 @@ def test_request_without_secret_is_rejected(shared: ReplicaRoutes) -> None:
             assert "this server is a replica" in rejected.message
 
 
-def test_clients_cannot_use_actor_routes(shared: ReplicaRoutes) -> None:
+def test_clients_cannot_use_control_routes(shared: ReplicaRoutes) -> None:
     for address in ("1.2.3.4", ""):
         assert shared.request("GET", "/replica/state", **{CLIENT_HEADER: address}).status == 404
         assert shared.request("POST", "/replica/changes", {}, **{CLIENT_HEADER: address}).status == 404

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lorax_server.text.tools.formats import FORMATS, detect_format, renders_tools
+from lorax_server.text.tools.formats import FORMAT_CLASSES, detect_format, renders_tools
 
 TEMPLATES = {
     "hermes": "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools> return "
@@ -19,7 +19,7 @@ TEMPLATES = {
 
 
 def test_every_format_has_a_template() -> None:
-    assert TEMPLATES.keys() == FORMATS.keys()
+    assert TEMPLATES.keys() == FORMAT_CLASSES.keys()
 
 
 @pytest.mark.parametrize("tool_format", TEMPLATES)

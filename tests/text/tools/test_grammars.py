@@ -14,14 +14,14 @@ from tokenizers import AddedToken, Tokenizer
 
 from lorax_server.errors import InputError
 from lorax_server.text.tokenizer import TextTokenizer
-from lorax_server.text.tools.formats import FORMATS
+from lorax_server.text.tools.formats import FORMAT_CLASSES
 from lorax_server.text.tools.grammar import (
     MAX_GRAMMAR_CHARACTERS,
     FunctionSchema,
     MarkerWriter,
     ReasoningTags,
-    write_optional,
-    write_required,
+    write_optional_call_grammar,
+    write_required_call_grammar,
 )
 from lorax_server.text.tools.json_formats import GRANITE_START as GRANITE
 from lorax_server.text.tools.parameter_text import ALL_TYPES, MAX_DEPTH, JsonTypeFinder
@@ -146,7 +146,7 @@ CASES = [
 def grammar(write: Callable[..., str], tool_format: str, kind: str, reasoning: bool | None = None, **more: Any) -> str:
     markers = MarkerWriter(vocabulary(kind).tokenizer.token_to_id)
     thinking = None if reasoning is None else ReasoningTags("<think>", "</think>", reasoning)
-    return write(FORMATS[tool_format](), FUNCTIONS, more.pop("is_parallel", True), markers, thinking, **more)
+    return write(FORMAT_CLASSES[tool_format](), FUNCTIONS, more.pop("is_parallel", True), markers, thinking, **more)
 
 
 @pytest.mark.parametrize(("tool_format", "texts", "kind"), CASES)
@@ -155,7 +155,9 @@ def test_required_grammar_accepts_only_valid_calls(
     tool_format: str, texts: ExampleCompletions, kind: str, before: str
 ) -> None:
     accepts, reasoning = vocabulary(kind).accepts, REASONING_PREFIXES[before]
-    many, one = (grammar(write_required, tool_format, kind, reasoning, is_parallel=each) for each in (True, False))
+    many, one = (
+        grammar(write_required_call_grammar, tool_format, kind, reasoning, is_parallel=each) for each in (True, False)
+    )
     assert accepts(many, before + texts.right)
     assert accepts(one, before + texts.right)
     assert accepts(many, before + texts.two)
@@ -172,13 +174,15 @@ def test_optional_grammar_accepts_text_and_valid_calls(
     tool_format: str, texts: ExampleCompletions, kind: str, before: str
 ) -> None:
     accepts, reasoning = vocabulary(kind).accepts, REASONING_PREFIXES[before]
-    many, one = (grammar(write_optional, tool_format, kind, reasoning, is_parallel=each) for each in (True, False))
+    many, one = (
+        grammar(write_optional_call_grammar, tool_format, kind, reasoning, is_parallel=each) for each in (True, False)
+    )
     for text in ("", "Just text, {nothing} [else] <here>.", "\n  Two\n\nlines.\n", texts.right, texts.two):
         assert accepts(many, before + text), text
     assert accepts(one, before + texts.right)
     assert not accepts(one, before + texts.two)
     assert not accepts(many, before + texts.wrong)
-    if not FORMATS[tool_format]().start_characters:
+    if not FORMAT_CLASSES[tool_format]().start_characters:
         assert accepts(many, before + "Text first.\n" + texts.right)
         assert not accepts(many, before + "Text first.\n" + texts.wrong)
 
@@ -186,7 +190,7 @@ def test_optional_grammar_accepts_text_and_valid_calls(
 @pytest.mark.parametrize("tool_format", ["hermes", "granite", "mistral", "pythonic", "qwen3_coder"])
 def test_grammar_allows_calls_or_structured_text(tool_format: str) -> None:
     text = 'start: %json {"type": "object", "properties": {"count": {"type": "integer"}}, "required": ["count"]}'
-    either = grammar(write_required, tool_format, "special", text=text)
+    either = grammar(write_required_call_grammar, tool_format, "special", text=text)
     accepts = vocabulary("special").accepts
     assert accepts(either, '{"count": 1}')
     assert accepts(either, TEXTS[tool_format].right)
@@ -198,7 +202,9 @@ def test_unsupported_keywords_are_rejected_only_if_strict() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     for is_strict in (False, True):
         functions = [FunctionSchema("f", schema, is_strict)]
-        text = write_required(FORMATS["hermes"](), functions, False, MarkerWriter(lambda _: None), None)
+        text = write_required_call_grammar(
+            FORMAT_CLASSES["hermes"](), functions, False, MarkerWriter(lambda _: None), None
+        )
         matcher = LLMatcher(vocabulary("text").known[0], text, log_level=0)
         assert matcher.is_error() == is_strict
         if is_strict:
@@ -208,14 +214,16 @@ def test_unsupported_keywords_are_rejected_only_if_strict() -> None:
 def test_python_keyword_as_parameter_name_is_rejected() -> None:
     functions = [FunctionSchema("f", {"type": "object", "properties": {"class": {}}}, False)]
     with pytest.raises(InputError, match="'class'"):
-        write_required(FORMATS["pythonic"](), functions, False, MarkerWriter(lambda _: None), None)
+        write_required_call_grammar(FORMAT_CLASSES["pythonic"](), functions, False, MarkerWriter(lambda _: None), None)
 
 
-@pytest.mark.parametrize("tool_format", FORMATS)
+@pytest.mark.parametrize("tool_format", FORMAT_CLASSES)
 def test_grammar_output_parses_as_tool_calls(tool_format: str) -> None:
     """Sample random allowed bytes. The result must parse as a call with valid arguments."""
     known = ByteVocabulary()
-    text = write_required(FORMATS[tool_format](), FUNCTIONS, False, MarkerWriter(lambda _: None), None)
+    text = write_required_call_grammar(
+        FORMAT_CLASSES[tool_format](), FUNCTIONS, False, MarkerWriter(lambda _: None), None
+    )
     for seed in range(20):
         rng, completion = random.Random(seed), b""
         matcher = LLMatcher(LLTokenizer(TokenizerWrapper(known)), text, log_level=0)
@@ -256,8 +264,12 @@ def test_text_parameters_match_their_schema(schema: dict[str, Any], right: dict[
     """Match parameter values with the grammar, and parse the accepted values."""
     definitions = {"ab": {"enum": ["ab"]}}
     parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"], "$defs": definitions}
-    text = write_required(
-        FORMATS["qwen3_coder"](), [FunctionSchema("f", parameters, True)], False, MarkerWriter(lambda _: None), None
+    text = write_required_call_grammar(
+        FORMAT_CLASSES["qwen3_coder"](),
+        [FunctionSchema("f", parameters, True)],
+        False,
+        MarkerWriter(lambda _: None),
+        None,
     )
     for value in (*right, *wrong):
         completion = f"<tool_call>\n<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>"
@@ -287,8 +299,12 @@ def test_strict_text_parameter_rejects_unsupported_keywords(
     parameters = {"type": "object", "properties": properties, **more}
     strict, other = (FunctionSchema("f", parameters, is_strict) for is_strict in (True, False))
     with pytest.raises(InputError, match=f"`{word}`"):
-        write_required(FORMATS["qwen3_coder"](), [strict], False, MarkerWriter(lambda _: None), None)
-    assert write_required(FORMATS["qwen3_coder"](), [other], False, MarkerWriter(lambda _: None), None)
+        write_required_call_grammar(
+            FORMAT_CLASSES["qwen3_coder"](), [strict], False, MarkerWriter(lambda _: None), None
+        )
+    assert write_required_call_grammar(
+        FORMAT_CLASSES["qwen3_coder"](), [other], False, MarkerWriter(lambda _: None), None
+    )
 
 
 @pytest.mark.parametrize(
@@ -304,7 +320,9 @@ def test_strict_text_parameter_rejects_unsupported_keywords(
 def test_invalid_tag_parameters_are_rejected(schema: dict[str, Any]) -> None:
     functions = [FunctionSchema("f", {"type": "object", **schema}, False)]
     with pytest.raises(InputError, match="`tools`"):
-        write_required(FORMATS["qwen3_coder"](), functions, False, MarkerWriter(lambda _: None), None)
+        write_required_call_grammar(
+            FORMAT_CLASSES["qwen3_coder"](), functions, False, MarkerWriter(lambda _: None), None
+        )
 
 
 class ByteVocabulary:
@@ -363,7 +381,7 @@ def test_parsers_share_prepared_parameter_types() -> None:
     """Parsers run on the event loop, so they must not analyze schemas again."""
     part = CountedSubschema({"type": "string"})
     schemas = {"weather": {"type": "object", "properties": {"city": part, "days": {"type": "integer"}}}}
-    tool_format = FORMATS["qwen3_coder"]()
+    tool_format = FORMAT_CLASSES["qwen3_coder"]()
     tool_format.prepare([FunctionSchema("weather", schemas["weather"], False)])
     for is_enforced in (True, False):
         for _ in range(3):
@@ -378,10 +396,12 @@ def test_parsers_share_prepared_parameter_types() -> None:
 
 def write(tool_format: str, parameters: dict[str, Any], is_strict: bool = False) -> str:
     functions = [FunctionSchema("f", {"type": "object", **parameters}, is_strict)]
-    return write_required(FORMATS[tool_format](), functions, False, MarkerWriter(lambda _: None), None)
+    return write_required_call_grammar(
+        FORMAT_CLASSES[tool_format](), functions, False, MarkerWriter(lambda _: None), None
+    )
 
 
-@pytest.mark.parametrize("tool_format", FORMATS)
+@pytest.mark.parametrize("tool_format", FORMAT_CLASSES)
 def test_oversized_grammar_is_rejected_during_writing(tool_format: str) -> None:
     """10,000 parameters refer to a definition with 100,000 characters, which is 1 GB if copied for each."""
     properties = {f"p{index}": {"$ref": "#/$defs/large"} for index in range(10_000)}

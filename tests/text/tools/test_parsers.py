@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorax_server.config import TOOL_PARSERS
-from lorax_server.text.tools.formats import FORMATS
+from lorax_server.text.tools.formats import FORMAT_CLASSES
 from lorax_server.text.tools.grammar import Call
 from lorax_server.text.tools.parser import (
     MAX_CALL_CHARACTERS,
@@ -54,7 +54,7 @@ def split_at(text: str, places: list[int]) -> list[str]:
 
 
 def test_config_lists_all_tool_parsers() -> None:
-    assert tuple(FORMATS) == TOOL_PARSERS
+    assert tuple(FORMAT_CLASSES) == TOOL_PARSERS
 
 
 @pytest.mark.parametrize("example", CALLS, ids=lambda example: example.text[:40])
@@ -64,10 +64,10 @@ def test_tool_calls_are_parsed(example: Example) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("tool_format", FORMATS)
+@pytest.mark.parametrize("tool_format", FORMAT_CLASSES)
 def test_written_tool_calls_round_trip(tool_format: str, count: int) -> None:
     calls = [Call("weather", {"city": "Øslo", "days": 2}), Call("now", {})][:count]
-    text = FORMATS[tool_format]().write_calls(calls)
+    text = FORMAT_CLASSES[tool_format]().write_calls(calls)
     assert read(tool_format, [text]) == [(call.name, json.dumps(call.arguments, ensure_ascii=False)) for call in calls]
 
 
@@ -80,7 +80,7 @@ def test_invalid_tool_calls_are_returned_as_text(tool_format: str, text: str) ->
 
 @settings(deadline=None, max_examples=300)
 @given(
-    tool_format=st.sampled_from(list(FORMATS)),
+    tool_format=st.sampled_from(list(FORMAT_CLASSES)),
     text=completions,
     places=st.lists(st.integers(0, 1000), max_size=8),
     is_enforced=...,
@@ -92,7 +92,7 @@ def test_result_does_not_depend_on_chunking(tool_format: str, text: str, places:
 
 
 @settings(deadline=None, max_examples=300)
-@given(tool_format=st.sampled_from(list(FORMATS)), text=completions)
+@given(tool_format=st.sampled_from(list(FORMAT_CLASSES)), text=completions)
 def test_completion_without_calls_is_unchanged(tool_format: str, text: str) -> None:
     meaning = read(tool_format, [text])
     if all(isinstance(each, str) for each in meaning):
@@ -109,7 +109,7 @@ def test_enforced_arguments_are_streamed() -> None:
     text = f'<tool_call>\n{{"name": "weather", "arguments": {OSLO}}}\n</tool_call>'
     sent = {}
     for is_enforced in (True, False):
-        parser = ToolOutputParser(FORMATS["hermes"](), ToolSet(SCHEMAS, is_enforced))
+        parser = ToolOutputParser(FORMAT_CLASSES["hermes"](), ToolSet(SCHEMAS, is_enforced))
         events = [parser.feed(character) for character in text]
         start_index = next(
             i for i, each in enumerate(events) if any(isinstance(event, ToolCallStart) for event in each)
@@ -125,7 +125,7 @@ def test_enforced_arguments_are_streamed() -> None:
 )
 @pytest.mark.parametrize("is_enforced", [True, False])
 def test_buffered_formats_send_arguments_as_one_delta(tool_format: str, text: str, is_enforced: bool) -> None:
-    parser = ToolOutputParser(FORMATS[tool_format](), ToolSet(SCHEMAS, is_enforced))
+    parser = ToolOutputParser(FORMAT_CLASSES[tool_format](), ToolSet(SCHEMAS, is_enforced))
     events = [event for character in text for event in parser.feed(character)]
     assert [event.text for event in events if isinstance(event, ArgumentsDelta)] == [OSLO]
 
@@ -171,7 +171,7 @@ def test_long_whitespace_before_call_is_text() -> None:
     assert read("hermes", text) == expected
 
 
-@pytest.mark.parametrize("tool_format", FORMATS)
+@pytest.mark.parametrize("tool_format", FORMAT_CLASSES)
 @pytest.mark.parametrize(
     "piece",
     [
@@ -182,7 +182,7 @@ def test_long_whitespace_before_call_is_text() -> None:
 def test_hostile_completions_keep_parser_buffer_small(tool_format: str, piece: str) -> None:
     """Buffered text is scanned again with each chunk, so the buffer must stay short."""
     count = 2000
-    parser = ToolOutputParser(FORMATS[tool_format](), ToolSet(SCHEMAS))
+    parser = ToolOutputParser(FORMAT_CLASSES[tool_format](), ToolSet(SCHEMAS))
     most = 0
     for _ in range(count):
         parser.feed(piece)

@@ -31,7 +31,7 @@ def split(is_open: bool, pieces: list[str]) -> tuple[str, str, str]:
     parts = [part for piece in pieces for part in splitter.feed(piece)] + splitter.finish()
     reasoning = "".join(part.text for part in parts if part.is_reasoning)
     text = "".join(part.text for part in parts if not part.is_reasoning)
-    return reasoning, text, "".join(part.raw for part in parts)
+    return reasoning, text, "".join(part.raw_text for part in parts)
 
 
 @pytest.mark.parametrize(("is_open", "completion", "reasoning", "text"), CASES)

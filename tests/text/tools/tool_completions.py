@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from lorax_server.text.tools.formats import FORMATS
+from lorax_server.text.tools.formats import FORMAT_CLASSES
 from lorax_server.text.tools.parser import (
     ArgumentsDelta,
     ParsedEvent,
@@ -44,7 +44,7 @@ def read(
     example_form: str, pieces: Iterable[str], is_enforced: bool = False, schemas: Mapping[str, Any] = SCHEMAS
 ) -> Meaning:
     """Parse a chunked completion, and check the order of its events."""
-    parser = ToolOutputParser(FORMATS[example_form](), ToolSet(schemas, is_enforced))
+    parser = ToolOutputParser(FORMAT_CLASSES[example_form](), ToolSet(schemas, is_enforced))
     events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
     return to_meaning(events)
 
@@ -156,7 +156,7 @@ CALLS = [
 NO_CALLS = [
     *(
         (tool_format, text)
-        for tool_format in FORMATS
+        for tool_format in FORMAT_CLASSES
         for text in ("", " ", "Hello.", "  two\n\nlines\n", "a < b, [c] and {d}", "<")
     ),
     ("hermes", '<tool_call>{"name": "nobody", "arguments": {}}</tool_call>'),

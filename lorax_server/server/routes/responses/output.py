@@ -38,7 +38,7 @@ class ResponseWriter:
 
     def start(self) -> list[Event]:
         kinds = ("response.created", "response.in_progress")
-        return [self._event(kind, response=self._snapshot()) for kind in kinds]
+        return [self._make_event(kind, response=self._snapshot()) for kind in kinds]
 
     def feed(self, text: str, num_tokens: int, logprobs: Sequence[Mapping[str, Any]] = ()) -> list[Event]:
         """Add generated text and return the new events."""
@@ -64,7 +64,7 @@ class ResponseWriter:
         self.response |= {"status": status, "usage": usage, "completed_at": None if is_truncated else int(time.time())}
         if is_truncated:
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
-        return [*events, self._event(f"response.{status}", response=self._snapshot())]
+        return [*events, self._make_event(f"response.{status}", response=self._snapshot())]
 
     def fail(self, message: str) -> list[Event]:
         """Mark the response as failed and return the last events. Clients expect `response.created` first."""
@@ -72,7 +72,7 @@ class ResponseWriter:
             self._join_pieces(self._item)
         events = [] if self._num_events else self.start()
         self.response |= {"status": "failed", "error": {"code": "server_error", "message": message}}
-        return [*events, self._event("response.failed", response=self._snapshot())]
+        return [*events, self._make_event("response.failed", response=self._snapshot())]
 
     # --- Items --------------------------------------------------------------------------------------------------------
 
@@ -93,7 +93,7 @@ class ResponseWriter:
                 case ArgumentsDelta(text):
                     assert self._item is not None
                     self._pieces.append(text)
-                    events.append(self._item_event("response.function_call_arguments.delta", delta=text))
+                    events.append(self._make_item_event("response.function_call_arguments.delta", delta=text))
                 case ToolCallEnd():
                     events += self._close_item(status)
         return events
@@ -107,21 +107,21 @@ class ResponseWriter:
             item |= {"role": "assistant", "content": []} if kind == "message" else {"summary": [], "content": []}
         self._item = item
         self.response["output"].append(item)
-        added = self._event("response.output_item.added", output_index=self._output_index, item=_copy(item))
+        added = self._make_event("response.output_item.added", output_index=self._output_index, item=_copy(item))
         if kind == "function_call":
             return [added]
         part: dict[str, Any] = {"type": CONTENT_TYPES[kind], "text": ""}
         part |= {"annotations": [], "logprobs": []} if kind == "message" else {}
         item["content"].append(part)
-        return [added, self._item_event("response.content_part.added", content_index=0, part=_copy(part))]
+        return [added, self._make_item_event("response.content_part.added", content_index=0, part=_copy(part))]
 
     def _add_text(self, kind: str, text: str, logprobs: list[Mapping[str, Any]] | None = None) -> Event:
         assert self._item is not None
         self._pieces.append(text)
         if logprobs is None:
-            return self._item_event(kind, content_index=0, delta=text)
+            return self._make_item_event(kind, content_index=0, delta=text)
         self._item["content"][0]["logprobs"] += logprobs
-        return self._item_event(kind, content_index=0, delta=text, logprobs=logprobs)
+        return self._make_item_event(kind, content_index=0, delta=text, logprobs=logprobs)
 
     def _close_item(self, status: str) -> list[Event]:
         item = self._item
@@ -130,14 +130,20 @@ class ResponseWriter:
         item["status"] = status
         self._join_pieces(item)
         if item["type"] == "function_call":
-            done = [self._item_event("response.function_call_arguments.done", **_pick(item, "arguments", "name"))]
+            done = [
+                self._make_item_event(
+                    "response.function_call_arguments.done", **_select_fields(item, "arguments", "name")
+                )
+            ]
         else:
             part = item["content"][0]
             kind = f"response.{CONTENT_TYPES[item['type']]}.done"
-            fields = _pick(part, "text", "logprobs") if item["type"] == "message" else _pick(part, "text")
-            done = [self._item_event(kind, content_index=0, **fields)]
-            done.append(self._item_event("response.content_part.done", content_index=0, part=_copy(part)))
-        done.append(self._event("response.output_item.done", output_index=self._output_index, item=_copy(item)))
+            fields = (
+                _select_fields(part, "text", "logprobs") if item["type"] == "message" else _select_fields(part, "text")
+            )
+            done = [self._make_item_event(kind, content_index=0, **fields)]
+            done.append(self._make_item_event("response.content_part.done", content_index=0, part=_copy(part)))
+        done.append(self._make_event("response.output_item.done", output_index=self._output_index, item=_copy(item)))
         self._item = None
         return done
 
@@ -152,11 +158,11 @@ class ResponseWriter:
     def _output_index(self) -> int:
         return len(self.response["output"]) - 1
 
-    def _item_event(self, kind: str, **fields: Any) -> Event:
+    def _make_item_event(self, kind: str, **fields: Any) -> Event:
         assert self._item is not None
-        return self._event(kind, item_id=self._item["id"], output_index=self._output_index, **fields)
+        return self._make_event(kind, item_id=self._item["id"], output_index=self._output_index, **fields)
 
-    def _event(self, kind: str, **fields: Any) -> Event:
+    def _make_event(self, kind: str, **fields: Any) -> Event:
         self._num_events += 1
         return {"type": kind, "sequence_number": self._num_events - 1, **fields}
 
@@ -172,5 +178,5 @@ def _copy(item: Mapping[str, Any]) -> dict[str, Any]:
     return copied
 
 
-def _pick(item: Mapping[str, Any], *names: str) -> dict[str, Any]:
+def _select_fields(item: Mapping[str, Any], *names: str) -> dict[str, Any]:
     return {name: item[name] for name in names}

@@ -24,16 +24,18 @@ from lorax_server.server.schemas.unsupported_fields import RESPONSES
 from lorax_server.server.service import Service
 from lorax_server.types import FinishReason
 
-TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
-LOGPROBS = "message.output_text.logprobs"
-SUPPORTED_INCLUDES = (LOGPROBS, "reasoning.encrypted_content")  # reasoning is returned unencrypted
+TEXT_PART_TYPES = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
+LOGPROBS_INCLUDE = "message.output_text.logprobs"
+SUPPORTED_INCLUDES = (LOGPROBS_INCLUDE, "reasoning.encrypted_content")  # reasoning is returned unencrypted
 RESPONSES_FIELD_NAMES = {"messages": "input", "response_format": "text.format"}  # field names by chat field name
 
 
 def make_router(service: Service) -> APIRouter:
-    router = APIRouter(tags=[openai.TAG])
+    router = APIRouter(tags=[openai.OPENAPI_TAG])
 
-    @router.post("/v1/responses", operation_id="respond", response_model=ResponseObject, responses=openai.ERRORS)
+    @router.post(
+        "/v1/responses", operation_id="respond", response_model=ResponseObject, responses=openai.ERROR_RESPONSES
+    )
     async def respond(request: Request, body: ResponsesRequest) -> Response:
         """Create a response. With `stream`, send the events of OpenAI's Responses API. Responses are not stored."""
         return await RequestContext(service, request).run(lambda context: _respond(context, body))
@@ -46,7 +48,7 @@ async def _respond(context: RequestContext, body: ResponsesRequest) -> Response:
     context.check_unknown_fields(RESPONSES, body)
     _reject_unsupported(body)
     chat_request = _to_chat(body)
-    prepared = await chat.prepare(context, chat_request)
+    prepared = await chat.prepare_chat(context, chat_request)
     (generation,), output_format = prepared.generations, prepared.output_format
     is_enforced = generation.request.structure is not None
     parser = None if output_format is None else output_format.make_parser(prepared.prompt, is_enforced)
@@ -93,7 +95,7 @@ def _to_chat(body: ResponsesRequest) -> ChatCompletionRequest:
     if body.tools:
         fields["tools"] = [to_tool(tool) for tool in body.tools]
     fields["tool_choice"] = body.tool_choice
-    if LOGPROBS in (body.include or ()):
+    if LOGPROBS_INCLUDE in (body.include or ()):
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning is not None:
@@ -204,45 +206,45 @@ class MessageBuilder:
         self.messages: list[dict[str, Any]] = []
         self._reasoning: list[str] = []
 
-    def add(self, where: str, item: Mapping[str, Any]) -> None:
+    def add(self, location: str, item: Mapping[str, Any]) -> None:
         match item.get("type", "message"):
             case "message":
-                self._add_message(where, item)
+                self._add_message(location, item)
             case "function_call":
-                self._add_call(where, item)
+                self._add_call(location, item)
             case "function_call_output":
-                self._add_result(where, item)
+                self._add_result(location, item)
             case "reasoning":
-                self._reasoning.append(join_parts(where, item.get("content") or item.get("summary") or ""))
+                self._reasoning.append(join_parts(location, item.get("content") or item.get("summary") or ""))
             case "item_reference":
                 raise NotSupportedError(
-                    f"{where}: item references are not supported because items are not stored; send the items"
+                    f"{location}: item references are not supported because items are not stored; send the items"
                 )
             case kind:
-                raise NotSupportedError(f"{where}: items of type {str(kind)[:32]!r} are not supported")
+                raise NotSupportedError(f"{location}: items of type {str(kind)[:32]!r} are not supported")
 
-    def _add_message(self, where: str, item: Mapping[str, Any]) -> None:
-        role, content = item.get("role"), join_parts(where, item.get("content") or "")
+    def _add_message(self, location: str, item: Mapping[str, Any]) -> None:
+        role, content = item.get("role"), join_parts(location, item.get("content") or "")
         if not isinstance(role, str):
-            raise InputError(f"{where} must have a `role`")
+            raise InputError(f"{location} must have a `role`")
         if role == "assistant":
             self.messages.append(self._with_reasoning({"role": role, "content": content}))
         else:
             self.messages.append({"role": role, "content": content})
 
-    def _add_call(self, where: str, item: Mapping[str, Any]) -> None:
+    def _add_call(self, location: str, item: Mapping[str, Any]) -> None:
         name, call_id, arguments = item.get("name"), item.get("call_id"), item.get("arguments")
         for field, value in (("name", name), ("call_id", call_id), ("arguments", arguments)):
-            check(isinstance(value, str), f"{where} must have a string `{field}`")
+            check(isinstance(value, str), f"{location} must have a string `{field}`")
         if not self.messages or self.messages[-1]["role"] != "assistant" or self._reasoning:
             self.messages.append(self._with_reasoning({"role": "assistant", "content": ""}))
         call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         self.messages[-1].setdefault("tool_calls", []).append(call)
 
-    def _add_result(self, where: str, item: Mapping[str, Any]) -> None:
+    def _add_result(self, location: str, item: Mapping[str, Any]) -> None:
         call_id = item.get("call_id")
-        check(isinstance(call_id, str), f"{where} must have a string `call_id`")
-        content = join_parts(where, item.get("output") or "")
+        check(isinstance(call_id, str), f"{location} must have a string `call_id`")
+        content = join_parts(location, item.get("output") or "")
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
 
     def _with_reasoning(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -263,20 +265,20 @@ def to_messages(instructions: str | None, input_items: str | list[dict[str, Any]
     return builder.messages
 
 
-def join_parts(where: str, content: Any) -> str:
+def join_parts(location: str, content: Any) -> str:
     """Return content as one string. Content is a string or a list of text parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise InputError(f"{where}: content must be a string or a list of parts")
+        raise InputError(f"{location}: content must be a string or a list of parts")
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind not in TEXT_PARTS:
-            raise NotSupportedError(f"{where}: content of type {str(kind)[:32]!r} is not supported yet; use text")
+        if kind not in TEXT_PART_TYPES:
+            raise NotSupportedError(f"{location}: content of type {str(kind)[:32]!r} is not supported yet; use text")
         text = part.get("text", part.get("refusal"))
         if not isinstance(text, str):
-            raise InputError(f"{where}: a part of type {kind!r} must have a `text` string")
+            raise InputError(f"{location}: a part of type {kind!r} must have a `text` string")
         texts.append(text)
     return "".join(texts)
 
