@@ -36,3 +36,24 @@ def test_concurrent_requests_match_single_requests(name: str, tmp_path: Path) ->
         wanted = oracle_greedy(models[adapter], ids_of([prompt])[0], NEW_TOKENS, {})  # up to the first tie
         assert len(wanted) > 1
         assert response[: len(wanted)] == wanted
+
+
+def test_requests_compile_no_kernels(tmp_path: Path) -> None:
+    """All CUDA and Triton kernels are compiled before the server is ready."""
+    write_model(tmp_path)
+
+    def find_compiled() -> set[Path]:
+        return set((tmp_path / "cache").rglob("*.cubin"))
+
+    environ = {"LORAX_CACHE": str(tmp_path / "cache/lorax"), "TRITON_CACHE_DIR": str(tmp_path / "cache/triton")}
+    flags = ("--device", "cuda", "--dtype", "bfloat16")
+    with serving(tmp_path, *flags, environ=environ, from_scratch=True) as server:
+        compiled = find_compiled()
+        assert compiled
+        for adapter in (None, "first", "second"):
+            for parameters in ({}, {"do_sample": True, "top_p": 0.9, "seed": 1}, {"repetition_penalty": 1.2}):
+                for prompt in PROMPTS:
+                    body = {"adapter_id": adapter, "max_new_tokens": NEW_TOKENS, **parameters}
+                    assert server.post("/generate", {"inputs": prompt, "parameters": body}).status == 200
+        assert find_compiled() == compiled
+        assert [line for line in server.log if "compiling a CUDA kernel on first use" in line] == []
