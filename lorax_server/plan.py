@@ -69,6 +69,7 @@ class Prepared:
     num_bytes: int = 0  # size in host memory
     vocab_size: int = 0
     error: LoraxError | None = None
+    changes_kv: bool = True  # keys and values depend on the adapter
 
 
 # --- Steps ------------------------------------------------------------------------------------------------------------

@@ -293,12 +293,18 @@ class SchedulerCounters:
     computed_tokens: int = 0
     generated_tokens: int = 0
     prefix_tokens: int = 0  # tokens found in the prefix cache
+    base_prefix_tokens: int = 0  # the part of `prefix_tokens` that was computed without an adapter
     chunks: int = 0  # prefill chunks that did not complete a prompt
     preemptions: int = 0  # preemptions because of too few free KV blocks
     fairness_preemptions: int = 0  # preemptions for tenants below their share
     rejected: int = 0  # requests rejected because of overload
     drafted_tokens: int = 0  # draft tokens that were verified
     accepted_tokens: int = 0  # draft tokens that were equal to the sampled tokens
+
+    @property
+    def adapter_prefix_tokens(self) -> int:
+        """The part of `prefix_tokens` that was computed with an adapter."""
+        return self.prefix_tokens - self.base_prefix_tokens
 
 
 @dataclass

@@ -5,7 +5,8 @@ linear weights), an output scale (DoRA, IA3, norm weights), an output bias (all 
 and head).
 """
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,7 @@ class HostAdapter:
     scales: torch.Tensor  # [num_targets]
     vocab_size: int
     units: int  # size in `UNIT_BYTES`; the maximum over all ranks, because they use the same arena address
+    changes_kv: bool = True  # keys and values depend on the adapter
 
 
 def empty_table(num_targets: int) -> torch.Tensor:
@@ -64,9 +66,12 @@ def prepare(
     dtype: torch.dtype,
     group: ProcessGroup,
     pause: Callable[[], object] = lambda: None,
+    after_kv: Collection[str] = (),
 ) -> HostAdapter:
     """Return an adapter in this rank's device layout. All ranks must call this together, and they agree on the size and
     on errors.
+
+    `after_kv` contains the targets that no keys and values depend on.
 
     `pause` is called about every millisecond and may block, so that decode steps take priority. Large modules, VeRA's
     random matrices and KaSA's decompositions (up to 30 seconds) run without a pause.
@@ -95,11 +100,15 @@ def prepare(
         del weights, module  # free the float32 copies before the next module is loaded
     buffer = layout.fill(dtype, pause)  # before ranks agree, so that agreement means that every rank has the adapter
     device = next((target.weight.device for target in targets.values() if target.weight is not None), None)
-    units, is_rejected = _combine_across_ranks(-(-buffer.numel() // layout.unit), failure is not None, group, device)
+    fields = torch.tensor(table, dtype=torch.long).view(-1, len(Field))
+    is_changed = (fields != empty_table(len(targets))).any(1).tolist()
+    changes_kv = any(name not in after_kv for name in itertools.compress(targets, is_changed))
+    units, is_rejected, changes_kv = _combine_across_ranks(
+        (-(-buffer.numel() // layout.unit), failure is not None, changes_kv), group, device
+    )
     if is_rejected:
         raise failure or AdapterError(f"adapter {adapter.name!r}: another tensor-parallel rank rejected it")
-    fields = torch.tensor(table, dtype=torch.long).view(-1, len(Field))
-    return HostAdapter(buffer, fields, torch.tensor(scales), adapter.vocab_size, units)
+    return HostAdapter(buffer, fields, torch.tensor(scales), adapter.vocab_size, units, changes_kv)
 
 
 class _BufferLayout:
@@ -148,13 +157,14 @@ def _copy_tensor(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def _combine_across_ranks(
-    units: int, is_rejected: bool, group: ProcessGroup, device: torch.device | None
-) -> tuple[int, bool]:
-    """Return the maximum number of memory units over all ranks, and True if any rank rejects the adapter."""
+    values: tuple[int, bool, bool], group: ProcessGroup, device: torch.device | None
+) -> tuple[int, bool, bool]:
+    """Return the maximum of each value over all ranks: memory units, and the flags `is_rejected` and `changes_kv`."""
     if group.size() == 1:
-        return units, is_rejected
-    gathered = group.all_gather(torch.tensor([[units, int(is_rejected)]], device=device), dim=0)
-    return int(gathered[:, 0].max()), bool(gathered[:, 1].any())
+        return values
+    gathered = group.all_gather(torch.tensor([[int(value) for value in values]], device=device), dim=0)
+    units, is_rejected, changes_kv = gathered.amax(0).tolist()
+    return units, bool(is_rejected), bool(changes_kv)
 
 
 class _PreparedModule:

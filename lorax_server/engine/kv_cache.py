@@ -1,5 +1,6 @@
 """Assigns KV blocks to sequences."""
 
+import itertools
 from collections.abc import Iterable
 
 from lorax_server.engine.block_pool import BlockPool
@@ -37,6 +38,18 @@ class KvCache:
         sequence.blocks = self._pool.reuse(sequence.hashes(block_size)[:num_blocks])
         sequence.num_published = len(sequence.blocks)
         sequence.num_computed = sequence.capacity = len(sequence.blocks) * block_size
+
+    def count_shared_blocks(self, leader: Sequence, sequence: Sequence) -> int:
+        """Return how many blocks after its cached blocks a sequence can reuse once `leader` has computed them."""
+        if not self._can_reuse or sequence.prompt_logprobs is not None or leader.is_mixed:
+            return 0
+        first, last = len(sequence.blocks), (len(sequence.token_ids) - 1) // self.block_size
+        pairs = zip(leader.hashes(self.block_size)[first:], sequence.hashes(self.block_size)[first:last], strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    def count_base_tokens(self, sequence: Sequence) -> int:
+        """Return the number of computed tokens in blocks that do not depend on the sequence's adapter."""
+        return min(sequence.num_computed, sequence.kv_adapter_start // self.block_size * self.block_size)
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> bool:
         """Allocate blocks for `num_tokens` more tokens. If too few blocks are free, change nothing and return False."""

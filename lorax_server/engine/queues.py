@@ -124,8 +124,8 @@ class Queues:
             vocab_size = self._adapters.vocab_size(sequence.request.adapter_identity)
             problem = find_token_error(sequence.request, vocab_size)
             if problem is None:
-                start = self._adapters.find_start(sequence.request.adapter_identity, sequence.request.prompt_ids)
-                sequence.adapter_start = sequence.kv_adapter_start = start
+                identity, prompt_ids = sequence.request.adapter_identity, sequence.request.prompt_ids
+                sequence.adapter_start, sequence.kv_adapter_start = self._adapters.find_starts(identity, prompt_ids)
         if problem is None:
             self.ready.push(sequence)
         else:

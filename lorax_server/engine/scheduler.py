@@ -19,6 +19,7 @@ from lorax_server.errors import AdapterError, LoraxError
 from lorax_server.plan import NewSequence, StepPlan, StepResult
 from lorax_server.types import Output, Request, SampledToken, SchedulerCounters, StartInfo
 
+MIN_SHARED_TOKENS = 64  # a sequence waits for another sequence's prefill if it saves at least this many tokens
 MAX_SAMPLED_ROWS = 64  # sampled tokens per step with drafts, at least `max_num_seqs`; limits the logits' memory
 
 
@@ -68,6 +69,8 @@ class Scheduler:
         self._sorted: tuple[int, list[Sequence]] = 0, []  # queue version, and running sequences in scheduling order
         self._decode_batch: CachedDecodeBatch | None = None  # from the last step
         self._by_id: dict[int, Sequence] = {}
+        # Blocked sequences, each with the running sequence that computes its prefix, and the number of shared blocks.
+        self._followers: dict[Sequence, tuple[Sequence, int]] = {}
         self._free_slots = list(reversed(range(limits.max_num_seqs)))
         self.in_flight: deque[SubmittedStep] = deque()  # oldest first
         self._num_arrived = 0
@@ -148,7 +151,7 @@ class Scheduler:
             if not is_queued:
                 self._adapters.acquire(identity)
                 self._adapters.release(old)
-            sequence.switch_adapter(identity, self._adapters.find_start(identity, sequence.request.prompt_ids))
+            sequence.switch_adapter(identity, *self._adapters.find_starts(identity, sequence.request.prompt_ids))
             sequence.adapter_index = index
             self._adapters.remove_request(old, sequence.has_started)
             if is_queued and not is_blocked:
@@ -158,6 +161,7 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Return the next step plan, or None if there is no work."""
         self.queues.fail_timed_out()
+        self._unblock_followers()
         self._preempt_for_fairness()
         builder = StepBuilder(self.limits.max_step_tokens, self.limits.max_prefill_chunk_tokens, self.limits.can_chunk)
         forced, long, drafts = list[Sequence](), list[Sequence](), self._propose_drafts()
@@ -375,6 +379,12 @@ class Scheduler:
         if sequence is None:
             return False
         self._cache.reuse_prefix(sequence)
+        if (leader := self._find_leader(builder, sequence)) is not None:
+            self._followers[sequence] = leader
+            self._cache.release(sequence)
+            self._waiting.remove(sequence)
+            self.queues.block(sequence)
+            return True
         num_tokens = sequence.num_uncomputed
         count = builder.chunk_size(sequence)
         if count == 0 or not self._cache.allocate(sequence, count):
@@ -385,6 +395,27 @@ class Scheduler:
         builder.add_tokens(sequence, count, samples=count == num_tokens)
         self._waiting.charge({sequence.fairness_key: count})  # now, because it affects which sequence is next
         return True
+
+    def _find_leader(self, builder: StepBuilder, sequence: Sequence) -> tuple[Sequence, int] | None:
+        """Return a sequence in this step that computes blocks that a new sequence needs, and their end, or None.
+
+        Only sequences of the same tenant are considered, so that tenants do not wait for each other.
+        """
+        assert self._decode_batch is not None
+        first = len(sequence.blocks)
+        for leader in builder.sequences[len(self._decode_batch.added) :]:  # without decoding sequences
+            if leader.request.tenant == sequence.request.tenant:
+                end = first + self._cache.count_shared_blocks(leader, sequence)
+                if (end - first) * self._cache.block_size >= MIN_SHARED_TOKENS:
+                    return leader, end
+        return None
+
+    def _unblock_followers(self) -> None:
+        """Queue the sequences whose prefix is computed, or whose leader has stopped."""
+        for sequence, (leader, end) in tuple(self._followers.items()):
+            if leader.slot is None or leader.num_published >= end or leader.is_mixed:
+                del self._followers[sequence]
+                self.queues.unblock(sequence)
 
     def _submit(self, builder: StepBuilder, columns: BatchColumns) -> StepPlan:
         self.counters.steps += 1
@@ -419,6 +450,7 @@ class Scheduler:
         self._adapters.acquire(identity)
         insort(self._running, sequence, key=lambda running: running.arrival)
         self.counters.prefix_tokens += sequence.num_computed
+        self.counters.base_prefix_tokens += self._cache.count_base_tokens(sequence)
 
     def _stop_running(self, sequence: Sequence) -> None:
         assert sequence.slot is not None
@@ -429,6 +461,7 @@ class Scheduler:
         sequence.has_forced_tokens = False  # all its tokens are recomputed
         self._cache.release(sequence)
         self._adapters.release(sequence.request.adapter_identity)
+        self._unblock_followers()
 
     def _fail(self, sequence: Sequence, error: LoraxError) -> None:
         """Fail a sequence that was already removed from its queue."""
@@ -445,6 +478,7 @@ class Scheduler:
 
     def _remove_request(self, sequence: Sequence) -> None:
         sequence.finished = True
+        self._followers.pop(sequence, None)
         if self._drafter is not None and sequence.request.speculation:
             self._drafter.finish(sequence)
         del self._by_id[sequence.request.request_id]

@@ -78,14 +78,14 @@ class Sequence:
         self.started = self.prompt_logprobs = self.prompt_alternatives = None
         return output
 
-    def switch_adapter(self, identity: str, start: int) -> None:
+    def switch_adapter(self, identity: str, start: int, kv_start: int) -> None:
         """Compute the next tokens with another adapter, and keep the keys and values so far.
 
-        `start` is the first token that the adapter applies to.
+        `start` and `kv_start` are the new `adapter_start` and `kv_adapter_start`.
         """
         self.request = replace(self.request, adapter_identity=identity)
         self.fairness_key = self.request.tenant, identity
-        self.adapter_start = self.kv_adapter_start = start
+        self.adapter_start, self.kv_adapter_start = start, kv_start
         self.is_mixed = bool(self.blocks)
         self._hashes = []
 

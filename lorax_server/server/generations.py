@@ -76,11 +76,14 @@ class RemoteGeneration(Generation):
 
 
 def count_cached_tokens(generations: Sequence[RemoteGeneration]) -> int:
-    """Return the number of prompt tokens found in the prefix cache. A prompt with several completions counts once."""
-    by_prompt: dict[int, int] = {}  # keyed by `id`: completions of one prompt share its token list
+    """Return the number of prompt tokens found in the prefix cache.
+
+    A prompt with several completions counts once for each adapter.
+    """
+    by_prompt: dict[tuple[int, str], int] = {}  # by `id`, because completions of one prompt share its token list
     for generation in generations:
         cached = 0 if generation.started is None else generation.started.cached_tokens
-        prompt = id(generation.request.prompt_ids)
+        prompt = id(generation.request.prompt_ids), generation.request.adapter_identity
         by_prompt[prompt] = max(cached, by_prompt.get(prompt, 0))
     return sum(by_prompt.values())
 

@@ -22,7 +22,7 @@ from lorax_server.errors import ContextLengthError, DeadlineError, InputError, L
 from lorax_server.generation.generation import TokenEvent
 from lorax_server.pooling import CLASSIFY, EMBED, GENERATE, SCORE, TOKEN_CLASSIFY, PoolingConfig
 from lorax_server.server.access.keys import Key
-from lorax_server.server.access.model_names import ModelSelection
+from lorax_server.server.access.model_names import BASE_MODEL, ModelSelection
 from lorax_server.server.access.rate_limits import Permit
 from lorax_server.server.adapter_lookup import AdapterLookup, ResolvedModel
 from lorax_server.server.checks import TIMEOUT_HEADER, check_logprobs, check_no_surrogates, resolve_timeout
@@ -114,6 +114,7 @@ class RequestContext:
         self._long_timer = asyncio.get_running_loop().call_later(LONG_REQUEST_S, self._log_long_request)
         self._stopped: asyncio.Future[LoraxError] = asyncio.get_running_loop().create_future()
         self._num_characters = 0
+        self._encoded: dict[tuple[TextTokenizer, str], list[int]] = {}  # prompts that several adapters share
         self._adapter_tier = ""  # tier of the adapter when the request arrived
         self._is_stale = False  # the newest adapter version cannot be served, so an older one is used
         self._ignored_fields: list[str] = []  # names of unknown fields in the request
@@ -214,10 +215,21 @@ class RequestContext:
             is_listed or bool(service.adapter_index.latest_identity(selection.adapter_keys[0]))
         )
 
-    async def admit(self, count: int, is_streamed: bool) -> None:
-        """Acquire a permit for `count` completions. Raise if a limit is exceeded."""
+    def record_models(self, selections: Sequence[ModelSelection]) -> None:
+        """Record the adapters that a request asks the same prompt. Metrics count such requests for no adapter."""
+        if len(selections) == 1:
+            self.record_model(selections[0])
+        else:
+            names = ",".join(selection.label or BASE_MODEL for selection in selections)
+            self.record.adapter_id = names[:MAX_HEADER_CHARACTERS]
+
+    async def admit(self, count: int, is_streamed: bool, num_models: int = 1) -> None:
+        """Acquire a permit for `count` completions, or raise if a limit is exceeded.
+
+        A request for several models counts as one request for each model.
+        """
         self.record.num_choices, self.record.is_streamed = count, is_streamed
-        self._permit = self.service.rate_limits.acquire(self.key, count)
+        self._permit = self.service.rate_limits.acquire(self.key, count, num_models)
 
     @cached_property
     def lookup(self) -> AdapterLookup:
@@ -231,8 +243,14 @@ class RequestContext:
         """Return the selected adapter and its tokenizer, and record the adapter. Raise if the caller may not use it."""
         adapter = await self.lookup.resolve(selection)
         self.record.identity, self._adapter_tier = adapter.identity, adapter.tier
-        self._is_stale = adapter.stale is not None
+        self._is_stale = self._is_stale or adapter.stale is not None
         return ResolvedModel(adapter, await self.service.tokenizers.find(adapter))
+
+    def record_identities(self, models: Sequence[ResolvedModel]) -> None:
+        """Record the resolved adapters of a request for several models."""
+        if len(models) > 1:
+            self._adapter_tier = ""
+            self.record.identity = ",".join([each.adapter.identity for each in models if each.adapter.identity])
 
     async def prepare(self, model: ResolvedModel, prompt: Prompt, options: RequestOptions) -> list[RemoteGeneration]:
         """Create and return a generation for each completion of a prompt, without submitting it to the engine.
@@ -242,7 +260,12 @@ class RequestContext:
         service, record = self.service, self.record
         if isinstance(prompt, str):
             self._num_characters += len(prompt)
-        ids = await encode_prompt(service, model.tokenizer, prompt, options)
+        key = (model.tokenizer, prompt) if isinstance(prompt, str) else None
+        ids = self._encoded.get(key) if key is not None else None
+        if ids is None:
+            ids = await encode_prompt(service, model.tokenizer, prompt, options)
+            if key is not None:
+                self._encoded[key] = ids
         stop = fit_stop_params(service, model.tokenizer, options, len(ids))
         self._num_logprobs += options.count_logprobs(len(ids), stop.max_new_tokens, record.is_streamed)
         check_logprobs(self._num_logprobs)

@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from copy import copy
 from functools import partial
 from queue import SimpleQueue
@@ -40,12 +40,14 @@ class Preparer:
         group: ProcessGroup,
         *,
         max_rank: int | None = None,
+        after_kv: Collection[str] = (),  # targets that no keys and values depend on
     ) -> None:
         self.notify: Callable[[], None] = lambda: None  # called on the background thread when a result is available
         self._targets = targets
         self._dtype = dtype
         self._group = group
         self._max_rank = max_rank
+        self._after_kv = after_kv
         weight = next((target.weight for target in targets.values() if target.weight is not None), None)
         # Norms of model weights are computed on a separate stream to avoid delaying steps.
         self._stream = None if weight is None else make_stream(weight.device)
@@ -108,7 +110,7 @@ class Preparer:
     def _prepare(self, spec: AdapterSpec) -> Prepared:
         try:
             pause = partial(self._is_resumed.wait, MAX_PAUSE_S)
-            host = prepare(self._open(spec), self._targets, self._dtype, self._group, pause)
+            host = prepare(self._open(spec), self._targets, self._dtype, self._group, pause, self._after_kv)
             if self._stream is not None:
                 self._stream.synchronize()
         except LoraxError as error:
@@ -120,7 +122,8 @@ class Preparer:
         with self._added:
             self._ready[spec.identity] = host
             self._added.notify_all()
-        return Prepared(spec.identity, host.units, host.buffer.nbytes, host.vocab_size)
+        sizes = host.units, host.buffer.nbytes, host.vocab_size
+        return Prepared(spec.identity, *sizes, changes_kv=host.changes_kv)
 
     def _open(self, spec: AdapterSpec) -> AdapterWeights:
         """Open and return an adapter. If one rank cannot read it, raise on all ranks."""

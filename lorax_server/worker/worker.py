@@ -331,7 +331,8 @@ def _build_paged(
 def _make_preparer(model: PagedCausalLM, group: ProcessGroup) -> Preparer:
     host_group = group.make_host_group() if isinstance(group, TorchGroup) else group
     targets, dtype = collect_adapter_targets(model), model.lm_head.linear.weight.dtype
-    return Preparer(targets, dtype, host_group, max_rank=model.ops.max_lora_rank)
+    after_kv = model.find_targets_after_kv()
+    return Preparer(targets, dtype, host_group, max_rank=model.ops.max_lora_rank, after_kv=after_kv)
 
 
 def uses_graphs(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup) -> bool:

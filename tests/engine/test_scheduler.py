@@ -5,6 +5,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
@@ -18,8 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from lorax_server.engine.adapters.table import AdapterTable
 from lorax_server.engine.admission import Backlog, Limits
 from lorax_server.engine.block_pool import BlockPool
-from lorax_server.engine.scheduler import Scheduler
-from lorax_server.engine.sequence import Sequence
+from lorax_server.engine.scheduler import MIN_SHARED_TOKENS, Scheduler
+from lorax_server.engine.sequence import NEVER, Sequence
 from lorax_server.engine.step_builder import StepBuilder, SubmittedStep
 from lorax_server.errors import AdapterError, InputError, OverloadedError
 from lorax_server.generation.stopping import FinishReason
@@ -45,9 +46,26 @@ def next_token(adapter: int, tokens: list[int]) -> int:
     return sha256(bytes([adapter, *tokens])).digest()[0] % VOCAB
 
 
+ACTIVATED, AFTER_KV = "3", "4"  # aLoRA, and an adapter that does not change keys and values
+INVOCATION = 2
+
+
+def find_start(adapter: int, prompt: list[int]) -> int:
+    """Return the first token that an adapter applies to."""
+    starts = [index for index, token in enumerate(prompt) if token == INVOCATION]
+    return 0 if adapter != int(ACTIVATED) else starts[-1] if starts else NEVER
+
+
+def find_kv_owner(adapter: int, position: int, prompt: list[int]) -> tuple[int, int]:
+    """Return what determines a token's keys and values in addition to all tokens so far."""
+    start = find_start(adapter, prompt)
+    return (0, 0) if position < start or adapter == int(AFTER_KV) else (adapter, start)
+
+
 def expected_tokens(adapter: int, prompt: list[int], stop: StopParams) -> list[int]:
     """Return the expected tokens of a request."""
     tokens = list(prompt)
+    adapter = 0 if find_start(adapter, prompt) == NEVER else adapter
     while len(tokens) - len(prompt) < stop.max_new_tokens:
         tokens.append(next_token(adapter, tokens))
         if tokens[-1] in stop.all_stop_token_ids:
@@ -65,13 +83,15 @@ class Device:
     max_num_seqs: int
     tokens: dict[int, list[int]] = field(default_factory=dict)
     tables: dict[int, dict[int, int]] = field(default_factory=dict)
-    cache: dict[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    prompts: dict[int, list[int]] = field(default_factory=dict)
+    cache: dict[int, tuple[tuple[int, int], tuple[int, ...]]] = field(default_factory=dict)
 
     def run(self, plan: StepPlan) -> StepResult:
         assert len(set(plan.slots.tolist())) == len(plan.slots)
         for new in plan.new_sequences:
             assert 0 <= new.slot < self.max_num_seqs
             self.tokens[new.slot], self.tables[new.slot] = list(new.token_ids), {}
+            self.prompts[new.slot] = new.token_ids[: new.prompt_length]
         for slot, place, block in plan.new_blocks.tolist():
             assert place not in self.tables[slot], "told twice"
             self.tables[slot][place] = block
@@ -83,13 +103,16 @@ class Device:
             assert count > num_drafted
             self.tokens[slot] += itertools.islice(drafts, num_drafted)
             for position in range(start, start + count):
-                written = (adapter, tuple(self.tokens[slot][: position + 1]))
+                owner = find_kv_owner(adapter, position, self.prompts[slot])
+                assert owner[0] == adapter or adapter == int(AFTER_KV), "the adapter is not active yet"
+                written = (owner, tuple(self.tokens[slot][: position + 1]))
                 self.cache[self.tables[slot][position // SIZE] * SIZE + position % SIZE] = written
         chosen = []
         for slot, start, count, samples, adapter, num_drafted in steps:
             for position in range(start + count):
                 kv_slot = self.tables[slot][position // SIZE] * SIZE + position % SIZE
-                assert self.cache[kv_slot] == (adapter, tuple(self.tokens[slot][: position + 1])), "another's keys"
+                owner = find_kv_owner(adapter, position, self.prompts[slot])
+                assert self.cache[kv_slot] == (owner, tuple(self.tokens[slot][: position + 1])), "another's keys"
             if samples:
                 assert start + count == len(self.tokens[slot])
                 known = len(self.tokens[slot]) - num_drafted
@@ -150,6 +173,10 @@ class FakeAdapterTable(AdapterTable):
     def vocab_size(self, identity: str) -> int:
         assert identity not in self.missing
         return VOCAB
+
+    def find_starts(self, identity: str, prompt_ids: Seq[int]) -> tuple[int, int]:
+        start = find_start(int(identity or 0), list(prompt_ids)) if identity else NEVER
+        return start, NEVER if identity == AFTER_KV else start
 
     def start_request(self, identity: str) -> None:
         self.started[identity] = self.started.get(identity, 0) + 1
@@ -357,6 +384,105 @@ def test_shared_prefix_is_not_recomputed() -> None:
     check(engine, first, second)
     assert engine.scheduler.counters.prefix_tokens == 12
     assert engine.scheduler.counters.computed_tokens - computed < 16
+
+
+@pytest.mark.parametrize(
+    ("prompt", "adapter", "shared"),
+    [
+        ([1] * 14 + [INVOCATION], ACTIVATED, 12),
+        ([1] * 9 + [INVOCATION] + [1] * 5, ACTIVATED, 8),
+        ([1] * 12 + [INVOCATION] + [1] * 2, ACTIVATED, 12),
+        ([INVOCATION] + [1] * 14, ACTIVATED, 0),
+        ([1] * 15, ACTIVATED, 12),
+        ([1] * 15, AFTER_KV, 12),
+    ],
+)
+@pytest.mark.parametrize("base_first", [True, False])
+def test_blocks_that_an_adapter_does_not_change_are_shared_with_the_base_model(
+    prompt: list[int], adapter: str, shared: int, base_first: bool
+) -> None:
+    engine = Engine(LARGE_LIMITS, 64)
+    requests = [make_request(i, prompt, adapter_identity=each) for i, each in enumerate(("", adapter))]
+    for request in requests if base_first else requests[::-1]:
+        engine.scheduler.add(request)
+        engine.finish()
+    check(engine, *requests)
+    counters = engine.scheduler.counters
+    assert (counters.prefix_tokens, counters.base_prefix_tokens) == (shared, shared)
+    engine.scheduler.add(make_request(2, prompt, adapter_identity=adapter))
+    engine.finish()
+    assert counters.prefix_tokens == shared + 12
+    assert counters.adapter_prefix_tokens == (12 - shared if adapter == ACTIVATED else 0)
+
+
+def test_equal_blocks_with_different_activation_are_not_shared() -> None:
+    engine = Engine(LARGE_LIMITS, 64)
+    same = [1, 1, 1, 1, 1, INVOCATION, 1, INVOCATION]  # activated at its last token, unless the invocation follows
+    requests = [
+        make_request(i, [*same, *rest], adapter_identity=ACTIVATED) for i, rest in enumerate(([1], [INVOCATION]))
+    ]
+    for request in requests:
+        engine.scheduler.add(request)
+        engine.finish()
+    check(engine, *requests)
+    assert engine.scheduler.counters.prefix_tokens == 4
+
+
+# --- Sequences that wait for a prefix ---------------------------------------------------------------------------------
+
+LONG = [1, 3, 4, 5] * 40
+LONG_LIMITS = make_limits(max_step_tokens=64, max_num_seqs=8, max_length=200)
+
+
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+@pytest.mark.parametrize("adapter", ["", "1", ACTIVATED, AFTER_KV])
+def test_concurrent_requests_compute_a_shared_prefix_once(adapter: str, max_steps_in_flight: int) -> None:
+    engine = Engine(LONG_LIMITS, 400, max_steps_in_flight)
+    adapters = ["", ACTIVATED, AFTER_KV, ""] if adapter != "1" else ["1"] * 4
+    requests = [make_request(i, [*LONG, 6, 6], 4, adapter_identity=each) for i, each in enumerate(adapters)]
+    for request in requests:
+        engine.scheduler.add(request)
+    engine.finish()
+    check(engine, *requests)
+    assert engine.scheduler.counters.prefix_tokens > 3 * (len(LONG) - MIN_SHARED_TOKENS)
+    assert engine.pool.num_free == 400
+
+
+@pytest.mark.parametrize("stop", ["abort", "fail"])
+def test_sequences_continue_if_the_sequence_that_computes_their_prefix_stops(stop: str) -> None:
+    engine = Engine(LONG_LIMITS, 400)
+    requests = [make_request(i, LONG, 4) for i in range(3)]
+    for request in requests:
+        engine.scheduler.add(request)
+    engine.step()
+    if stop == "abort":
+        engine.scheduler.abort(0)
+    else:
+        engine.scheduler.fail(0, AdapterError("failed"))
+        engine.scheduler.pop_failed()
+    assert engine.scheduler.num_ready == 2  # otherwise the engine would sleep
+    engine.finish()
+    check(engine, *requests[1:])
+
+
+def test_waiting_sequences_can_be_aborted() -> None:
+    engine = Engine(LONG_LIMITS, 400)
+    requests = [make_request(i, LONG, 4) for i in range(3)]
+    for request in requests:
+        engine.scheduler.add(request)
+    engine.step()
+    engine.scheduler.abort(1)
+    engine.finish()
+    check(engine, requests[0], requests[2])
+
+
+def test_sequences_do_not_wait_for_other_tenants_or_short_prefixes() -> None:
+    engine = Engine(make_limits(max_step_tokens=400, max_num_seqs=8, max_length=200), 400)
+    prompts = [(LONG, "a"), (LONG, "b"), ([*LONG[:40], 6, *LONG], "a")]
+    for i, (prompt, tenant) in enumerate(prompts):
+        engine.scheduler.add(make_request(i, prompt[:160], 4, tenant=tenant))
+    engine.step()
+    assert engine.scheduler.num_running == 3
 
 
 def test_prefix_cache_is_per_adapter() -> None:
@@ -1031,7 +1157,7 @@ class SchedulerStateMachine(RuleBasedStateMachine):
     @rule(
         prompt=st.lists(st.integers(1, 2), min_size=1, max_size=14),
         new=st.integers(1, 9),
-        adapter=st.sampled_from(["", "1", "2"]),
+        adapter=st.sampled_from(["", "1", "2", ACTIVATED, AFTER_KV]),
         tenant=st.sampled_from("ab"),
         eos=st.booleans(),
     )

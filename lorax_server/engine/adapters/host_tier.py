@@ -64,6 +64,7 @@ class HostTier:
         if result.error is None:
             self._counters.adapters_prepared += 1
             entry.is_prepared, entry.units, entry.vocab_size = True, result.units, result.vocab_size
+            entry.changes_kv = result.changes_kv
             self._entries[entry.identity] = entry
 
     def touch(self, entry: AdapterEntry) -> None:

@@ -37,6 +37,7 @@ class AdapterEntry:
     num_bytes: int = 0  # host memory size; during preparation, the maximum size
     units: int = 0
     vocab_size: int = 0
+    changes_kv: bool = True  # keys and values depend on the adapter
 
     # Device tier
     index: int | None = None

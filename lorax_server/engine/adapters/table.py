@@ -214,12 +214,17 @@ class AdapterTable:
         """Return the vocabulary size of the model with this adapter. The adapter must be loaded."""
         return self._capabilities.vocab_size if identity == BASE_MODEL else self._registry[identity].vocab_size
 
-    def find_start(self, identity: str, prompt_ids: Sequence[int]) -> int:
-        """Return the index of the first token that the adapter applies to, or `NEVER`."""
+    def find_starts(self, identity: str, prompt_ids: Sequence[int]) -> tuple[int, int]:
+        """Return the indices of the first token that a loaded adapter applies to, and of the first that it stores.
+
+        The adapter changes the keys and values of stored tokens. Indices are `NEVER` if there is no such token.
+        """
         if identity == BASE_MODEL:
-            return NEVER
-        tokens = self._registry[identity].spec.invocation_tokens
-        return find_invocation(tokens, prompt_ids) if tokens else 0
+            return NEVER, NEVER
+        entry = self._registry[identity]
+        tokens = entry.spec.invocation_tokens
+        start = find_invocation(tokens, prompt_ids) if tokens else 0
+        return start, start if entry.changes_kv else NEVER
 
     def add_request(self, identity: str) -> None:
         """Count a new request for an adapter. Raise if the adapter is unknown or has just failed."""

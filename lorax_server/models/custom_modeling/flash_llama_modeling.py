@@ -26,6 +26,7 @@ from lorax_server.layers.linear import TensorParallelAdapterRowLinear, TensorPar
 from lorax_server.layers.moe import Experts
 from lorax_server.layers.norm import RMSNorm as LlamaRMSNorm  # noqa: F401 - a name of the seed contract
 from lorax_server.layers.rotary import load_rotary, partial_rotary_dim
+from lorax_server.layers.targets import collect_adapter_targets
 from lorax_server.models.custom_modeling.architecture import Architecture, ModuleNames, head_dim, read_biases
 from lorax_server.models.custom_modeling.paged import (
     MIN_WARMUP_LAYERS,
@@ -309,6 +310,17 @@ class FlashLlamaForCausalLM(PagedCausalLM):
         self.model = model_class(f"{prefix}{arch.names.model}", config, weights, create_layer_fn, arch)
         self.lm_head = load_head(weights, config, prefix, self.model.embed_tokens, bias=arch.head_bias)
         self.lm_head.logit_transform = arch.logit_transform
+
+    def find_targets_after_kv(self) -> frozenset[str]:
+        """Return the targets after the last layer's keys and values: its queries, output, MLP, final norm and head."""
+        assert isinstance(self.model, FlashLlamaModel)
+        last = self.model.layers[-1]
+        if not isinstance(last, FlashLlamaLayer):
+            return frozenset()
+        modules = last.self_attn.o_proj, last.mlp, self.model.norm, self.lm_head
+        names = {name for module in modules if module is not None for name in collect_adapter_targets(module)}
+        qkv = last.self_attn.qkv_proj.targets
+        return frozenset(names | {qkv[0].name} if len(qkv) == 3 else names)  # queries, unless they are fused
 
     @staticmethod
     def describe(config: Any) -> Architecture:

@@ -70,6 +70,10 @@ class PagedCausalLM(nn.Module):
 
         return [(zeros(), zeros()) for _ in range(self.num_layers)]
 
+    def find_targets_after_kv(self) -> frozenset[str]:
+        """Return the names of adapter targets that no keys and values depend on."""
+        return frozenset()
+
     def make_context(self, kv_cache: KVCache, seqlen: Seqlen, position_ids: torch.Tensor, **more: Any) -> PagedContext:
         """Return the context for a forward pass. `more` contains additional `PagedContext` fields."""
         return PagedContext(

@@ -76,8 +76,11 @@ class RateLimits:
         self._clock = clock
         self._usages: dict[str, _KeyUsage] = {}  # by key name
 
-    def acquire(self, key: Key, count: int = 1) -> "Permit":
-        """Return a permit for a request with `count` completions, or raise if it exceeds a limit."""
+    def acquire(self, key: Key, count: int = 1, num_requests: int = 1) -> "Permit":
+        """Return a permit for `count` completions, or raise if they exceed a limit.
+
+        They count as `num_requests` requests.
+        """
         limit = min(self._max_concurrent, key.max_concurrent or self._max_concurrent)
         if not 1 <= count <= limit:  # not an OverloadedError, because a retry would fail again
             raise InputError(f"a request must have 1 to {limit} completions (got {count})")
@@ -93,7 +96,7 @@ class RateLimits:
             )
         if self.num_running + count > self._max_concurrent:
             raise OverloadedError("Model is overloaded", BUSY_RETRY_S)
-        usage.requests.consume(1)
+        usage.requests.consume(num_requests)
         usage.num_running += count
         self.num_running += count
         return Permit(self, usage, count)

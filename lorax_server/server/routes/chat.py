@@ -20,7 +20,7 @@ from lorax_server.server.schemas.unsupported_fields import CHAT
 from lorax_server.server.service import Service
 from lorax_server.server.tools.messages import MessageWriter, normalize_tool_calls
 from lorax_server.server.tools.output_format import OutputFormat, choose_output_format
-from lorax_server.server.tools.tool_definitions import parse_tool_definitions
+from lorax_server.server.tools.tool_definitions import ToolDefinitions, parse_tool_definitions
 from lorax_server.text.detokenizer import Detokenizer
 from lorax_server.text.tokenizer import TextTokenizer
 
@@ -51,55 +51,90 @@ class PreparedChat(NamedTuple):
     output_format: OutputFormat | None  # None if completions are plain text
 
 
+class _RenderedChat(NamedTuple):
+    """A prompt, the tokenizer for its completions, and their format."""
+
+    prompt: str
+    tokenizer: TextTokenizer
+    output_format: OutputFormat | None
+
+
 async def _chat(context: RequestContext, body: ChatCompletionRequest) -> Response:
     openai.record_model(context, body)
-    generations, prompt, output_format = await prepare_chat(context, body)
-    is_enforced = generations[0].request.structure is not None
     choices = []
-    for generation in generations:
-        writer = None if output_format is None else MessageWriter(output_format, prompt, is_enforced)
-        choices.append(_ChatCompletion(body, generation, writer))
+    for generations, prompt, output_format in await prepare_chats(context, body):
+        is_enforced = generations[0].request.structure is not None
+        for generation in generations:
+            writer = None if output_format is None else MessageWriter(output_format, prompt, is_enforced)
+            choices.append(_ChatCompletion(body, generation, writer))
     if body.stream:
         envelope = openai.make_envelope(context, body, "chatcmpl", "chat.completion.chunk")
         return await openai.stream_choices(context, body, envelope, choices)
-    await finish_all(generations)
+    await finish_all(context.generations)
     envelope = openai.make_envelope(context, body, "chatcmpl", "chat.completion")
     return await context.build_response(lambda: _write_response(context, choices, envelope))
 
 
 async def prepare_chat(context: RequestContext, body: ChatCompletionRequest) -> PreparedChat:
-    """Check a chat request, render its prompt and create its generations. Return them ready to run."""
+    """Return the prepared chat of a request without `models`."""
+    (prepared,) = await prepare_chats(context, body)
+    return prepared
+
+
+async def prepare_chats(context: RequestContext, body: ChatCompletionRequest) -> list[PreparedChat]:
+    """Check a chat request, render its prompt and create its generations. Return them ready to run, for each model."""
     context.check_unknown_fields(CHAT, body)
-    service, options = context.service, _to_options(context.service, body)
-    await context.admit(len(options.seeds), bool(body.stream))
+    bodies = openai.split_models(body, context.service.model_names)
+    options = _to_options(context.service, body, len(bodies))
+    await context.admit(len(options.seeds) * len(bodies), bool(body.stream), len(bodies))
     structure, tools = await openai.read_structure(body), None
     if body.tools or body.tool_choice:
         is_parallel = body.parallel_tool_calls is not False
         tools = await asyncio.to_thread(parse_tool_definitions, body.tools, body.tool_choice, is_parallel)
-    model = await openai.resolve(context, body)
-    template = service.tokenizers.find_template(model.tokenizer, tools is not None) or ""
+    models, rendered = await openai.resolve_all(context, bodies), dict[TextTokenizer, _RenderedChat]()
+    chats = []
+    for each, model in zip(bodies, models, strict=True):
+        chat = rendered.get(model.tokenizer)
+        if chat is None or tools is not None:  # the output format for tools depends on the adapter
+            chat = await _render_chat(context, each, model.tokenizer, tools)
+            rendered[model.tokenizer] = chat
+        output_format, own_structure = chat.output_format, structure
+        if output_format is not None and tools is not None:
+            build = output_format.build_grammar
+            own_structure = await asyncio.to_thread(build, model.tokenizer, chat.prompt, structure)
+        may_be_text = tools is not None and not tools.is_required
+        may_reason = tools is not None and output_format is not None and output_format.has_reasoning
+        has_text = may_be_text or may_reason  # text has no default limit
+        bound = replace(options, structure=own_structure)
+        bound = bound if has_text else constrain(context.service, options, own_structure)
+        generations = await context.prepare(model._replace(tokenizer=chat.tokenizer), chat.prompt, bound)
+        chats.append(PreparedChat(generations, chat.prompt, output_format))
+    return chats
+
+
+async def _render_chat(
+    context: RequestContext, body: ChatCompletionRequest, tokenizer: TextTokenizer, tools: ToolDefinitions | None
+) -> _RenderedChat:
+    service = context.service
+    template = service.tokenizers.find_template(tokenizer, tools is not None) or ""
     requested = body.separate_reasoning
     separate_reasoning = service.config.separate_reasoning if requested is None else requested
-    output_format = choose_output_format(service.config, context.record.adapter_id, template, tools, separate_reasoning)
-    prompt = await _render(context, model.tokenizer, template, body, output_format)
+    output_format = choose_output_format(
+        service.config, openai.find_label(context, body), template, tools, separate_reasoning
+    )
+    prompt = await _render(context, tokenizer, template, body, output_format)
     if output_format is not None:
-        if tools is not None:
-            structure = await asyncio.to_thread(output_format.build_grammar, model.tokenizer, prompt, structure)
-        model = model._replace(tokenizer=model.tokenizer.with_visible_tokens(output_format.markers))
-    may_be_text = tools is not None and not tools.is_required
-    may_reason = tools is not None and output_format is not None and output_format.has_reasoning
-    has_text = may_be_text or may_reason  # text has no default limit
-    options = replace(options, structure=structure) if has_text else constrain(service, options, structure)
-    return PreparedChat(await context.prepare(model, prompt, options), prompt, output_format)
+        tokenizer = tokenizer.with_visible_tokens(output_format.markers)
+    return _RenderedChat(prompt, tokenizer, output_format)
 
 
-def _to_options(service: Service, body: ChatCompletionRequest) -> RequestOptions:
+def _to_options(service: Service, body: ChatCompletionRequest, num_models: int) -> RequestOptions:
     check(bool(body.messages), "`messages` must not be empty")
     check(not body.top_logprobs or bool(body.logprobs), "`top_logprobs` requires `logprobs` to be true")
     check((body.top_logprobs or 0) >= 0, "`top_logprobs` must not be negative")
     openai.check_stop_conditions(service, body)
     count = 1 if body.n is None else body.n
-    openai.check_num_choices(service, count)
+    openai.check_num_choices(service, count * num_models)
     max_new_tokens, total = body.max_completion_tokens, service.max_total_tokens
     if max_new_tokens is None:
         max_new_tokens = body.max_tokens
@@ -208,6 +243,7 @@ class _ChatCompletion(NamedTuple):
 
 def _write_response(context: RequestContext, choices: list[_ChatCompletion], envelope: dict[str, Any]) -> Response:
     written, usage = [choice.write(index) for index, choice in enumerate(choices)], openai.count_usage(context)
+    written = [openai.add_model(choices[0].body, choice, len(choices)) for choice in written]
     headers = context.response_headers(usage["completion_tokens"])
     return json_response(envelope | {"choices": written, "usage": usage}, 200, headers)
 

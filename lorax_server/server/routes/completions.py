@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -49,12 +49,12 @@ async def _complete(context: RequestContext, body: CompletionRequest) -> Respons
     check(bool(prompts) and all(len(prompt) > 0 for prompt in prompts), "`prompt` must not be empty")
     num_choices, num_candidates = body.n or 1, body.best_of or body.n or 1
     context.check_unknown_fields(COMPLETIONS, body)
-    options = _to_options(context.service, body, len(prompts), num_choices, num_candidates)
-    await context.admit(num_candidates * len(prompts), bool(body.stream))
+    bodies = openai.split_models(body, context.service.model_names)
+    options = _to_options(context.service, body, len(prompts) * len(bodies), num_choices, num_candidates)
+    await context.admit(num_candidates * len(prompts) * len(bodies), bool(body.stream), len(bodies))
     options = constrain(context.service, options, await openai.read_structure(body))
-    model = await openai.resolve(context, body)
     groups = []
-    for prompt in prompts:
+    for model, prompt in product(await openai.resolve_all(context, bodies), prompts):
         generations = await context.prepare(model, prompt, options)
         echo = await _locate_prompt(context.service, body, model.tokenizer, prompt)
         groups.append([_TextCompletion(body, generation, *echo) for generation in generations])
@@ -161,7 +161,8 @@ def _write_response(
     choices, num_shown = [], 0
     for index, choice in enumerate(chosen):
         token_events = [] if body.is_scoring else choice.generation.events
-        choices.append(choice.write(index, token_events, length=len(choice.generation.text)))
+        written = choice.write(index, token_events, length=len(choice.generation.text))
+        choices.append(openai.add_model(body, written, len(chosen)))
         num_shown += len(token_events)
     usage = openai.count_usage(context, body.is_scoring)
     return json_response(envelope | {"choices": choices, "usage": usage}, 200, context.response_headers(num_shown))

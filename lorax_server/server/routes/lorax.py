@@ -20,6 +20,8 @@ from lorax_server.server.request_context import RequestContext, RequestOptions, 
 from lorax_server.server.schemas.lorax import (
     CompatGenerateRequest,
     ErrorResponse,
+    FanOutResponse,
+    GenerateChoice,
     GenerateParameters,
     GenerateRequest,
     GenerateResponse,
@@ -40,7 +42,12 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 def make_router(service: Service) -> APIRouter:
     router = APIRouter(tags=[OPENAPI_TAG])
 
-    @router.post("/generate", operation_id="generate", response_model=GenerateResponse, responses=ERROR_RESPONSES)
+    @router.post(
+        "/generate",
+        operation_id="generate",
+        response_model=GenerateResponse | FanOutResponse,
+        responses=ERROR_RESPONSES,
+    )
     async def generate(request: Request, body: GenerateRequest) -> Response:
         """Complete a prompt."""
         return await RequestContext(service, request).run(
@@ -61,21 +68,25 @@ def make_router(service: Service) -> APIRouter:
         )
 
     for path, name in (("/", "answer"), ("/invocations", "invoke")):
-        router.post(path, operation_id=name, response_model=list[GenerateResponse], responses=ERROR_RESPONSES)(compat)
+        router.post(
+            path, operation_id=name, response_model=list[GenerateChoice | GenerateResponse], responses=ERROR_RESPONSES
+        )(compat)
     return router
 
 
 async def _prepare(context: RequestContext, body: GenerateRequest, is_stream: bool) -> list[RemoteGeneration]:
     service, parameters = context.service, body.parameters or GenerateParameters()
-    choice = choose_adapter(parameters, service.model_names)
-    context.record_model(choice)
+    selections = choose_adapters(parameters, service.model_names)
+    context.record_models(selections)
     reject_misplaced(body.model_extra, GenerateParameters.model_fields)
     context.check_unknown_fields(GENERATE, body)
     context.check_unknown_fields(GENERATE, parameters)
     options = to_options(service, body.inputs, parameters, is_stream)
-    await context.admit(len(options.seeds), is_stream)
+    await context.admit(len(options.seeds) * len(selections), is_stream, len(selections))
     options = constrain(service, options, await read_structure(parameters))
-    return await context.prepare(await context.resolve(choice), body.inputs, options)
+    models = [await context.resolve(selection) for selection in selections]
+    context.record_identities(models)
+    return [each for model in models for each in await context.prepare(model, body.inputs, options)]
 
 
 async def _generate_response(context: RequestContext, body: GenerateRequest, as_list: bool) -> Response:
@@ -87,8 +98,23 @@ async def _generate_response(context: RequestContext, body: GenerateRequest, as_
 def _write_response(
     context: RequestContext, body: GenerateRequest, generations: list[RemoteGeneration], as_list: bool
 ) -> Response:
+    parameters = body.parameters or GenerateParameters()
+    if parameters.adapter_ids is not None:
+        headers = context.response_headers(sum(len(each.completion.token_ids) for each in generations))
+        choices = [
+            _write_best(body, [generation]) | {"index": index, "adapter_id": adapter_id}
+            for index, (generation, adapter_id) in enumerate(zip(generations, parameters.adapter_ids, strict=True))
+        ]
+        return json_response(choices if as_list else {"choices": choices}, 200, headers)
     order = sort_candidates([generation.completion.logprobs for generation in generations])
-    best, *others = [generations[index] for index in order]
+    content, best = _write_best(body, [generations[index] for index in order]), generations[order[0]]
+    headers = context.response_headers(len(best.completion.token_ids))
+    return json_response([content] if as_list else content, 200, headers)
+
+
+def _write_best(body: GenerateRequest, generations: list[RemoteGeneration]) -> dict[str, Any]:
+    """Return the response for the first generation. The details contain the others."""
+    best, *others = generations
     parameters = body.parameters or GenerateParameters()
     prefix = body.inputs if parameters.return_full_text else ""
     content: dict[str, Any] = {"generated_text": prefix + best.text}
@@ -102,15 +128,15 @@ def _write_response(
                 _format_details(other) | {"generated_text": prefix + other.text} for other in others
             ]
         content["details"] = details
-    headers = context.response_headers(len(best.completion.token_ids))
-    return json_response([content] if as_list else content, 200, headers)
+    return content
 
 
 async def _generate_stream(context: RequestContext, body: GenerateRequest) -> Response:
-    (generation,) = await _prepare(context, body, is_stream=True)
+    generations = await _prepare(context, body, is_stream=True)
     parameters, extra = body.parameters or GenerateParameters(), dict(context.first_event_fields)
 
-    def write(_: int, token_events: list[TokenEvent], is_first: bool) -> bytes:
+    def write(index: int, token_events: list[TokenEvent], is_first: bool) -> bytes:
+        generation = generations[index]
         events: list[dict[str, Any]] = [
             {"token": _format_token(generation, token_event), "generated_text": None, "details": None}
             for token_event in token_events
@@ -121,7 +147,10 @@ async def _generate_stream(context: RequestContext, body: GenerateRequest) -> Re
             if parameters.details:
                 prompt_tokens = len(generation.request.prompt_ids)
                 events[-1]["details"] = _format_summary(generation) | {"prompt_tokens": prompt_tokens}
-        if is_first:
+        if parameters.adapter_ids is not None:
+            choice = {"index": index, "adapter_id": parameters.adapter_ids[index]}
+            events = [event | choice for event in events]
+        elif is_first:
             events[0] |= extra
         return encode_events(events)
 
@@ -183,6 +212,17 @@ def choose_adapter(parameters: GenerateParameters | PoolingParameters, names: Mo
     if merged is None:
         return names.select_adapter_id(parameters.adapter_id, parameters.adapter_source, token)
     return choose_merged_adapters(merged, parameters.adapter_source, token, names, parameters.seed)
+
+
+def choose_adapters(parameters: GenerateParameters, names: ModelNames) -> list[ModelSelection]:
+    """Return the adapter for each completion: one, or those in `adapter_ids`."""
+    if parameters.adapter_ids is None:
+        return [choose_adapter(parameters, names)]
+    is_alone = parameters.adapter_id is None and parameters.merged_adapters is None
+    check(is_alone, "at most one of `adapter_id`, `adapters` or `adapter_ids` may be provided")
+    check((parameters.best_of or 1) == 1, "`best_of` != 1 is not supported with `adapter_ids`")
+    source, token = parameters.adapter_source, parameters.api_token or None
+    return [names.select_adapter_id(each, source, token) for each in parameters.adapter_ids]
 
 
 def choose_merged_adapters(

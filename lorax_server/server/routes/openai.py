@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from lorax_server import __version__
 from lorax_server.errors import AdapterNotFoundError, LoraxError
@@ -27,7 +27,7 @@ from lorax_server.server.generations import RemoteGeneration, count_cached_token
 from lorax_server.server.http.sse import DONE_EVENT, EventStream, encode_event, encode_events
 from lorax_server.server.request_context import RequestContext, RequestOptions
 from lorax_server.server.routes.lorax import choose_merged_adapters
-from lorax_server.server.schemas.openai import CommonRequest, OpenAIErrorResponse
+from lorax_server.server.schemas.openai import CommonRequest, FanOutRequest, OpenAIErrorResponse
 from lorax_server.server.schemas.pooling import PooledRequest
 from lorax_server.server.service import Service
 from lorax_server.structured_output import request_formats
@@ -38,6 +38,8 @@ ERROR_STATUSES = (400, 401, 403, 404, 408, 413, 415, 422, 429, 500, 503, 504)
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {status: {"model": OpenAIErrorResponse} for status in ERROR_STATUSES}
 SYSTEM_FINGERPRINT = f"lorax-{__version__}"
 
+_Body = TypeVar("_Body", bound=CommonRequest | PooledRequest)
+
 # --- Adapters ---------------------------------------------------------------------------------------------------------
 
 
@@ -46,8 +48,32 @@ def record_model(context: RequestContext, body: CommonRequest | PooledRequest) -
 
     Errors are raised later by `resolve`, after the request is admitted.
     """
+    names = context.service.model_names
     with suppress(LoraxError):
-        context.record_model(_select_model(body, context.service.model_names))
+        context.record_models([_select_model(each, names) for each in split_models(body, names)])
+
+
+def split_models(body: _Body, names: ModelNames) -> list[_Body]:
+    """Return the request with each of its `models` as `model`, or the request itself without `models`."""
+    models = _listed_models(body)
+    if not models:
+        return [body]
+    check(not names.strip_base_name(body.model or ""), "`model` and `models` name different models; use only `models`")
+    check(not body.adapter_id, "at most one of `adapter_id` or `models` may be provided")
+    check(body.merged_adapters is None, "at most one of `merged_adapters` or `models` may be provided")
+    return [body.model_copy(update={"model": name, "models": None}) for name in models]
+
+
+async def resolve_all(context: RequestContext, bodies: Sequence[CommonRequest]) -> list[ResolvedModel]:
+    """Return the models of the requests from `split_models`. Call this after the request is admitted."""
+    models = [await resolve(context, each) for each in bodies]
+    context.record_identities(models)
+    return models
+
+
+def find_label(context: RequestContext, body: CommonRequest) -> str:
+    """Return the name of the requested adapter, which must exist, or "" for the base model."""
+    return _select_model(body, context.service.model_names).label
 
 
 async def resolve(context: RequestContext, body: CommonRequest | PooledRequest) -> ResolvedModel:
@@ -165,9 +191,22 @@ def make_envelope(context: RequestContext, body: CommonRequest, prefix: str, kin
         "id": f"{prefix}-{uuid.uuid4().hex}",
         "object": kind,
         "created": int(time.time()),
-        "model": body.adapter_id or body.model or context.service.model_names.primary_name,
+        "model": ",".join(_listed_models(body))
+        or body.adapter_id
+        or body.model
+        or context.service.model_names.primary_name,
         "system_fingerprint": SYSTEM_FINGERPRINT,
     }
+
+
+def _listed_models(body: CommonRequest | PooledRequest) -> Sequence[str]:
+    return (body.models if isinstance(body, FanOutRequest) else None) or ()
+
+
+def add_model(body: CommonRequest, choice: dict[str, Any], num_choices: int) -> dict[str, Any]:
+    """Add the model's name to a choice if the request has `models`. Each model has the same number of choices."""
+    models = _listed_models(body)
+    return choice | {"model": models[choice["index"] * len(models) // num_choices]} if models else choice
 
 
 def count_usage(context: RequestContext, is_scoring: bool = False) -> dict[str, Any]:
@@ -214,7 +253,9 @@ async def stream_choices(
     def write_choices(index: int, token_events: list[TokenEvent], is_first: bool) -> bytes:
         nonlocal num_running
         deltas = choices[index].write_deltas(index, token_events, is_first)
-        chunks: list[dict[str, Any]] = [{**envelope, "choices": [delta], **null_usage} for delta in deltas]
+        chunks: list[dict[str, Any]] = [
+            {**envelope, "choices": [add_model(body, delta, len(choices))], **null_usage} for delta in deltas
+        ]
         num_running -= token_events[-1].finish_reason is not None
         if body.usage_in_last_chunk and not num_running:
             chunks[-1]["usage"] = count_usage(context)

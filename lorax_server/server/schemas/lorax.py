@@ -73,6 +73,10 @@ class ResponseFormat(Schema):
     json_schema: dict[str, Any] | None = None
 
 
+MAX_FAN_OUT = 32  # adapters that one request may ask
+AdapterNames = Annotated[FailFastList[str], Field(min_length=1, max_length=MAX_FAN_OUT)]
+
+
 class CommonOptions(OpenSchema):
     """Options shared by the LoRAX and OpenAI routes."""
 
@@ -99,6 +103,9 @@ class GenerateParameters(CommonOptions):
 
     adapter_id: str | None = Field(
         default=None, description="The adapter name; null, empty or `__base_model__`: no adapter"
+    )
+    adapter_ids: AdapterNames | None = Field(
+        default=None, description="Complete the prompt with each of these adapters, and return `choices`"
     )
     best_of: NonNegativeInt | None = Field(
         default=None, description="Sample this many completions and return the most likely one; 0 means 1"
@@ -194,6 +201,17 @@ class GenerateResponse(Schema):
     details: Details | None = None
 
 
+class GenerateChoice(GenerateResponse):
+    """The completion of one adapter in `adapter_ids`."""
+
+    index: int
+    adapter_id: str
+
+
+class FanOutResponse(Schema):
+    choices: list[GenerateChoice]
+
+
 Tier = Annotated[
     Literal["device", "host", "disk", "fetched"],
     Field(description="Where the adapter was when the request arrived; only in the first event"),
@@ -207,6 +225,8 @@ class StreamResponse(Schema):
     generated_text: str | None
     details: StreamDetails | None
     adapter_tier: Tier | None = None
+    index: int | None = Field(default=None, description="The choice; only with `adapter_ids`")
+    adapter_id: str | None = Field(default=None, description="The adapter; only with `adapter_ids`")
 
 
 class SimpleToken(Schema):

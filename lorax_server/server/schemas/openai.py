@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from lorax_server.server.schemas.lorax import (
+    AdapterNames,
     CommonOptions,
     FailFastList,
     Fraction,
@@ -140,7 +141,15 @@ class CommonRequest(CommonOptions):
         return self.stream_options is None or self.stream_options.include_usage is None
 
 
-class CompletionRequest(CommonRequest):
+class FanOutRequest(CommonRequest):
+    """Fields of routes that can send one prompt to several models."""
+
+    models: AdapterNames | None = Field(
+        default=None, description="Complete the prompt with each of these models; the choices are in this order"
+    )
+
+
+class CompletionRequest(FanOutRequest):
     """One or more prompts to complete."""
 
     model_config = ConfigDict(json_schema_extra=describing_unsupported(COMPLETIONS))
@@ -182,7 +191,7 @@ class Message(Schema):
     reasoning: str | None = None
 
 
-class ChatCompletionRequest(CommonRequest):
+class ChatCompletionRequest(FanOutRequest):
     """A conversation to continue."""
 
     model_config = ConfigDict(json_schema_extra=describing_unsupported(CHAT))
@@ -205,6 +214,9 @@ class ChatCompletionRequest(CommonRequest):
 
 
 # --- Responses --------------------------------------------------------------------------------------------------------
+
+
+ModelOfChoice = Field(default=None, description="The model of the choice; only with `models`")
 
 
 class PromptTokensDetails(Schema):
@@ -245,6 +257,7 @@ class CompletionChoice(Schema):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
+    model: str | None = ModelOfChoice
 
 
 class CompletionResponse(_ResponseBase):
@@ -287,6 +300,7 @@ class ChatChoice(Schema):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
+    model: str | None = ModelOfChoice
 
 
 class ChatCompletionResponse(_ResponseBase):
@@ -308,6 +322,7 @@ class ChatChunkChoice(Schema):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"] | None
+    model: str | None = ModelOfChoice
 
 
 class ChatCompletionChunk(_ResponseBase):

@@ -286,7 +286,12 @@ ENGINE_COUNTERS = (
         {"drafted": "drafted_tokens", "accepted": "accepted_tokens"},
         "kind",
     ),
-    StatusMetric("lorax_prefix_cache_tokens_total", "Prompt tokens found in the prefix cache", "prefix_tokens"),
+    StatusMetric(
+        "lorax_prefix_cache_tokens_total",
+        "Prompt tokens found in the prefix cache, by the weights that computed them",
+        {"base": "base_prefix_tokens", "adapter": "adapter_prefix_tokens"},
+        "shared",
+    ),
     StatusMetric("lorax_engine_idle_seconds_total", "Seconds without work", "idle_s"),
     StatusMetric("lorax_prompt_chunks_total", "Prefill chunks of prompts that did not fit into one step", "chunks"),
     StatusMetric("lorax_preemptions_total", "Sequences preempted because KV blocks ran out", "preemptions"),

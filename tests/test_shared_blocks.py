@@ -1,4 +1,8 @@
-"""Activated LoRA (aLoRA): the adapter applies from its invocation tokens on. PEFT is the reference."""
+"""KV blocks shared between adapters and the base model. PEFT is the reference.
+
+Activated LoRA (aLoRA) adapters apply from their invocation tokens on. Other adapters apply to all tokens, but some do
+not change keys and values.
+"""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -20,11 +24,26 @@ INVOCATION = [41, 42, 43]
 STOP = StopParams(max_new_tokens=8, ignore_eos=True)
 BLOCK = SMALL["block_size"]
 DOCUMENT = [5 + 7 * i % 200 for i in range(61)]  # does not contain the invocation
-ADAPTERS = {
+ADAPTERS: dict[str, dict[str, Any]] = {
     "judge": {"alora_invocation_tokens": INVOCATION},
     "guard": {"alora_invocation_tokens": INVOCATION, "r": 2},
     "router": {"alora_invocation_tokens": [77], "use_rslora": True, "lora_bias": True},
     "plain": {},
+}
+LAST: dict[str, Any] = {"layers_to_transform": [1]}  # the tiny model has two layers
+AFTER_KV: dict[str, dict[str, Any]] = {  # these adapters do not change keys and values
+    "head": {"target_modules": ["lm_head"]},
+    "last layer": {"target_modules": ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], **LAST},
+    "final norm": {"target_modules": ["down_proj"], **LAST, "modules_to_save": ["model.norm"]},
+    "last layer, activated": {"target_modules": ["o_proj"], **LAST, "alora_invocation_tokens": INVOCATION},
+}
+CHANGES_KV: dict[str, dict[str, Any]] = {
+    "last keys": {"target_modules": ["o_proj", "k_proj"], **LAST},
+    "last values": {"target_modules": ["v_proj"], **LAST},
+    "first output": {"target_modules": ["o_proj"], "layers_to_transform": [0]},
+    "first MLP": {"target_modules": ["down_proj"], "layers_to_transform": [0]},
+    "last input norm": {"target_modules": ["o_proj"], **LAST, "modules_to_save": ["layers.1.input_layernorm"]},
+    "embedding": {"target_modules": ["embed_tokens"]},
 }
 
 
@@ -35,7 +54,7 @@ class Served(ReferenceModels):
         super().__init__(folder)
         self.adapters = {
             name: write_adapter(copy.deepcopy(self.base), self.root / name, seed, **settings)
-            for seed, (name, settings) in enumerate(ADAPTERS.items())
+            for seed, (name, settings) in enumerate((ADAPTERS | AFTER_KV | CHANGES_KV).items())
         }
         self.oracles = {name: self.load(path) for name, path in self.adapters.items()} | {None: self.base}
 
@@ -208,6 +227,52 @@ def test_invocation_that_ends_in_the_next_block(served: Served, llm: LLM) -> Non
     for prompt in (first, second, first):
         (found,) = llm.generate([prompt], stop=STOP, adapter="judge")
         assert found.token_ids == served.tokens(prompt, "judge")
+
+
+@pytest.mark.parametrize("adapters", [("judge", "guard", None, "router", "plain"), ["last layer", "judge"]])
+def test_one_prompt_for_several_adapters(adapters: Sequence[str | None], served: Served, llm: LLM) -> None:
+    """The first sequence computes the shared blocks, and the others wait for them."""
+    prompt = [*DOCUMENT, *INVOCATION]
+    found = llm.generate([prompt], stop=STOP, adapter=adapters)
+    assert [each.token_ids for each in found] == [served.tokens(prompt, name) for name in adapters]
+    num_sharing = len([name for name in adapters if name != "plain"]) - 1
+    assert llm.status.base_prefix_tokens >= num_sharing * (len(DOCUMENT) // 2)
+    assert llm.status.adapter_prefix_tokens == 0
+
+
+def test_one_text_for_several_adapters(served: Served, llm: LLM) -> None:
+    found = llm.generate("hello", stop=STOP, adapter=["judge", None])
+    assert [each.token_ids for each in found] == [served.tokens(served.ids("hello"), name) for name in ("judge", None)]
+    prompts = ["hello"]
+    assert len(llm.generate(prompts, stop=STOP, adapter=["judge", None])) == 2
+    assert prompts == ["hello"]
+    with pytest.raises(InputError, match="1 prompts, but 0 adapters"):
+        llm.generate(prompts, adapter=[])
+
+
+# --- Adapters that do not change keys and values ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*AFTER_KV, *CHANGES_KV])
+def test_base_blocks_serve_adapters_that_do_not_change_kv(name: str, served: Served, llm: LLM) -> None:
+    prompt = [*DOCUMENT, *INVOCATION]
+    shared = (len(prompt) - 1) // BLOCK * BLOCK if name in AFTER_KV else 0
+    assert count_reused(llm, prompt, None) == 0
+    assert count_reused(llm, prompt, name) == shared
+    (found,) = llm.generate([prompt], stop=STOP, adapter=name)
+    assert found.token_ids == served.tokens(prompt, name)
+    assert found.token_ids != served.tokens(prompt, None)
+    assert count_reused(llm, [6, *prompt], name) == 0
+    assert count_reused(llm, [6, *prompt], None) == (len(prompt) // BLOCK * BLOCK if name in AFTER_KV else 0)
+
+
+@pytest.mark.parametrize("name", [*AFTER_KV, *CHANGES_KV])
+def test_poisoned_base_blocks_reach_only_adapters_that_share_them(name: str, served: Served, llm: LLM) -> None:
+    prompt = [*DOCUMENT, *INVOCATION]
+    llm.generate([prompt], stop=STOP)
+    poison_cache(llm)
+    (found,) = llm.generate([prompt], SamplingParams(raw_logprobs=True), STOP, adapter=name)
+    assert (found.token_ids == served.tokens(prompt, name)) == (name in CHANGES_KV)
 
 
 # --- Rejected adapters ------------------------------------------------------------------------------------------------
