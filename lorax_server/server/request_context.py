@@ -114,6 +114,7 @@ class RequestContext:
         self._long_timer = asyncio.get_running_loop().call_later(LONG_REQUEST_S, self._log_long_request)
         self._stopped: asyncio.Future[LoraxError] = asyncio.get_running_loop().create_future()
         self._num_characters = 0
+        self._num_models = 1
         self._encoded: dict[tuple[TextTokenizer, str], list[int]] = {}  # prompts that several adapters share
         self._adapter_tier = ""  # tier of the adapter when the request arrived
         self._is_stale = False  # the newest adapter version cannot be served, so an older one is used
@@ -230,6 +231,7 @@ class RequestContext:
         """
         self.record.num_choices, self.record.is_streamed = count, is_streamed
         self._permit = self.service.rate_limits.acquire(self.key, count, num_models)
+        self._num_models = num_models
 
     @cached_property
     def lookup(self) -> AdapterLookup:
@@ -260,12 +262,12 @@ class RequestContext:
         service, record = self.service, self.record
         if isinstance(prompt, str):
             self._num_characters += len(prompt)
-        key = (model.tokenizer, prompt) if isinstance(prompt, str) else None
-        ids = self._encoded.get(key) if key is not None else None
+        shared = (model.tokenizer, prompt) if self._num_models > 1 and isinstance(prompt, str) else None
+        ids = self._encoded.get(shared) if shared is not None else None
         if ids is None:
             ids = await encode_prompt(service, model.tokenizer, prompt, options)
-            if key is not None:
-                self._encoded[key] = ids
+            if shared is not None:
+                self._encoded[shared] = ids
         stop = fit_stop_params(service, model.tokenizer, options, len(ids))
         self._num_logprobs += options.count_logprobs(len(ids), stop.max_new_tokens, record.is_streamed)
         check_logprobs(self._num_logprobs)

@@ -215,9 +215,9 @@ class AdapterTable:
         return self._capabilities.vocab_size if identity == BASE_MODEL else self._registry[identity].vocab_size
 
     def find_starts(self, identity: str, prompt_ids: Sequence[int]) -> tuple[int, int]:
-        """Return the indices of the first token that a loaded adapter applies to, and of the first that it stores.
+        """Return the first token that a loaded adapter applies to, and the first whose keys and values it changes.
 
-        The adapter changes the keys and values of stored tokens. Indices are `NEVER` if there is no such token.
+        An index is `NEVER` if there is no such token.
         """
         if identity == BASE_MODEL:
             return NEVER, NEVER

@@ -82,7 +82,7 @@ async def prepare_chat(context: RequestContext, body: ChatCompletionRequest) -> 
 
 
 async def prepare_chats(context: RequestContext, body: ChatCompletionRequest) -> list[PreparedChat]:
-    """Check a chat request, render its prompt and create its generations. Return them ready to run, for each model."""
+    """Check a chat request, render its prompt and create its generations. Return one prepared chat for each model."""
     context.check_unknown_fields(CHAT, body)
     bodies = openai.split_models(body, context.service.model_names)
     options = _to_options(context.service, body, len(bodies))
@@ -105,9 +105,9 @@ async def prepare_chats(context: RequestContext, body: ChatCompletionRequest) ->
         may_be_text = tools is not None and not tools.is_required
         may_reason = tools is not None and output_format is not None and output_format.has_reasoning
         has_text = may_be_text or may_reason  # text has no default limit
-        bound = replace(options, structure=own_structure)
-        bound = bound if has_text else constrain(context.service, options, own_structure)
-        generations = await context.prepare(model._replace(tokenizer=chat.tokenizer), chat.prompt, bound)
+        constrained = constrain(context.service, options, own_structure)
+        own_options = replace(options, structure=own_structure) if has_text else constrained
+        generations = await context.prepare(model._replace(tokenizer=chat.tokenizer), chat.prompt, own_options)
         chats.append(PreparedChat(generations, chat.prompt, output_format))
     return chats
 
