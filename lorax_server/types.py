@@ -292,8 +292,8 @@ class SchedulerCounters:
     steps: int = 0
     computed_tokens: int = 0
     generated_tokens: int = 0
-    prefix_tokens: int = 0  # tokens found in the prefix cache
-    base_prefix_tokens: int = 0  # the part of `prefix_tokens` that was computed without an adapter
+    base_prefix_tokens: int = 0  # tokens found in the prefix cache, computed without an adapter
+    adapter_prefix_tokens: int = 0  # tokens found in the prefix cache, computed with an adapter
     chunks: int = 0  # prefill chunks that did not complete a prompt
     preemptions: int = 0  # preemptions because of too few free KV blocks
     fairness_preemptions: int = 0  # preemptions for tenants below their share
@@ -302,9 +302,9 @@ class SchedulerCounters:
     accepted_tokens: int = 0  # draft tokens that were equal to the sampled tokens
 
     @property
-    def adapter_prefix_tokens(self) -> int:
-        """The part of `prefix_tokens` that was computed with an adapter."""
-        return self.prefix_tokens - self.base_prefix_tokens
+    def prefix_tokens(self) -> int:
+        """The number of tokens found in the prefix cache."""
+        return self.base_prefix_tokens + self.adapter_prefix_tokens
 
 
 @dataclass

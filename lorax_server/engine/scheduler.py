@@ -449,8 +449,9 @@ class Scheduler:
             self._adapters.start_request(identity)
         self._adapters.acquire(identity)
         insort(self._running, sequence, key=lambda running: running.arrival)
-        self.counters.prefix_tokens += sequence.num_computed
-        self.counters.base_prefix_tokens += self._cache.count_base_tokens(sequence)
+        num_base_tokens = self._cache.count_base_tokens(sequence)
+        self.counters.base_prefix_tokens += num_base_tokens
+        self.counters.adapter_prefix_tokens += sequence.num_computed - num_base_tokens
 
     def _stop_running(self, sequence: Sequence) -> None:
         assert sequence.slot is not None

@@ -42,12 +42,9 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 def make_router(service: Service) -> APIRouter:
     router = APIRouter(tags=[OPENAPI_TAG])
 
-    @router.post(
-        "/generate",
-        operation_id="generate",
-        response_model=GenerateResponse | FanOutResponse,
-        responses=ERROR_RESPONSES,
-    )
+    response, choices = GenerateResponse | FanOutResponse, list[GenerateChoice | GenerateResponse]
+
+    @router.post("/generate", operation_id="generate", response_model=response, responses=ERROR_RESPONSES)
     async def generate(request: Request, body: GenerateRequest) -> Response:
         """Complete a prompt."""
         return await RequestContext(service, request).run(
@@ -68,9 +65,7 @@ def make_router(service: Service) -> APIRouter:
         )
 
     for path, name in (("/", "answer"), ("/invocations", "invoke")):
-        router.post(
-            path, operation_id=name, response_model=list[GenerateChoice | GenerateResponse], responses=ERROR_RESPONSES
-        )(compat)
+        router.post(path, operation_id=name, response_model=choices, responses=ERROR_RESPONSES)(compat)
     return router
 
 
