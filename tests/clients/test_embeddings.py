@@ -4,7 +4,6 @@ import asyncio
 import subprocess
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import openai
