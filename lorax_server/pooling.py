@@ -15,6 +15,9 @@ from lorax_server.model_types import ENCODER_CLASSES, is_paged
 
 GENERATE, EMBED, CLASSIFY, TOKEN_CLASSIFY, SCORE = "generate", "embed", "classify", "token-classify", "score"
 MODULES_FILE = "modules.json"  # lists the modules of a sentence-transformers model
+PROMPTS_FILE = "config_sentence_transformers.json"  # also contains a cross-encoder's activation
+TRANSFORMER_FILE = "sentence_bert_config.json"
+MAX_LENGTH_LIMIT = 10**9  # transformers writes a larger `model_max_length` if a tokenizer has no limit
 DEFAULT_LABELS: tuple[str, ...] = ("LABEL_0", "LABEL_1")  # transformers' default for configs without labels
 # Names of `pooling_mode` in sentence-transformers, and the flags of older versions.
 POOLING_MODES = ("cls", "mean", "max", "lasttoken", "mean_sqrt_len_tokens", "weightedmean")
@@ -102,9 +105,9 @@ def read_pooling(settings: ModelConfig) -> PoolingConfig | None:
         task,
         labels=() if task == SCORE else names,
         activation=function.get(str(config.get("problem_type")), ""),
-        score_activation=_find_score_activation(config),
+        score_activation=_find_score_activation(settings.path, config),
         has_token_types=_has_token_types(settings.path, config),
-        max_tokens=_read_optional(settings.path / "sentence_bert_config.json").get("max_seq_length"),
+        max_tokens=_find_max_tokens(settings.path),
     )
 
 
@@ -133,11 +136,10 @@ def _read_embedding(settings: ModelConfig, config: Mapping[str, Any]) -> Pooling
         dense, dimensions = [chosen], None
     if transformer.resolve() != folder.resolve():
         raise ConfigError(f"{folder / MODULES_FILE}: the Transformer module must be in the model folder itself")
-    texts = _read_optional(folder / "config_sentence_transformers.json")
+    texts = _read_optional(folder / PROMPTS_FILE)
     prompts = texts.get("prompts") or {}
     if not isinstance(prompts, dict) or not all(isinstance(value, str) for value in prompts.values()):
-        raise ConfigError(f"{folder / 'config_sentence_transformers.json'}: prompts must be an object with texts")
-    limits = _read_optional(folder / "sentence_bert_config.json")
+        raise ConfigError(f"{folder / PROMPTS_FILE}: prompts must be an object with texts")
     return PoolingConfig(
         EMBED,
         modes=modes if settings.pooling is None else (settings.pooling,),
@@ -146,8 +148,8 @@ def _read_embedding(settings: ModelConfig, config: Mapping[str, Any]) -> Pooling
         dimensions=dimensions,
         prompts=prompts,
         default_prompt=texts.get("default_prompt_name"),
-        lower_case=bool(limits.get("do_lower_case")),
-        max_tokens=limits.get("max_seq_length"),
+        lower_case=bool(_read_optional(folder / TRANSFORMER_FILE).get("do_lower_case")),
+        max_tokens=_find_max_tokens(folder),
     )
 
 
@@ -175,10 +177,21 @@ def _read_modules(folder: Path) -> list[dict[str, Any]]:
     return modules
 
 
-def _find_score_activation(config: Mapping[str, Any]) -> str:
-    """Return a cross-encoder's activation, which sentence-transformers stores in the model config."""
-    nested = config.get("sentence_transformers")
-    stored = nested.get("activation_fn") if isinstance(nested, dict) else None
+def _find_max_tokens(folder: Path) -> int | None:
+    """Return the maximum tokens per input, as sentence-transformers does: its own setting, or the tokenizer's limit."""
+    stored = _read_optional(folder / TRANSFORMER_FILE).get("max_seq_length")
+    if stored is None:
+        stored = _read_optional(folder / TOKENIZER_CONFIG_FILE).get("model_max_length")
+    is_limit = isinstance(stored, int | float) and 0 < stored < MAX_LENGTH_LIMIT
+    return int(stored) if is_limit and stored is not None else None
+
+
+def _find_score_activation(folder: Path, config: Mapping[str, Any]) -> str:
+    """Return a cross-encoder's activation. Before version 6, sentence-transformers stored it in the model config."""
+    newest, nested = _read_optional(folder / PROMPTS_FILE), config.get("sentence_transformers")
+    if newest.get("default_prompt_name") is not None:
+        raise ConfigError(f"{folder / PROMPTS_FILE}: default_prompt_name is not supported for classification models")
+    stored = newest.get("activation_fn") or (nested.get("activation_fn") if isinstance(nested, dict) else None)
     name = str(stored or config.get("sbert_ce_default_activation_function") or "Sigmoid").rpartition(".")[2]
     if name not in ("Sigmoid", "Identity"):
         raise ConfigError(f"config field activation_fn = {name[:100]!r} is not supported; use Sigmoid or Identity")

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from lorax_server.config import ModelConfig
+from lorax_server.errors import ConfigError
 from lorax_server.models.pooled_model import pool
-from lorax_server.pooling import _has_token_types
+from lorax_server.pooling import _has_token_types, read_pooling
 
 
 @pytest.mark.parametrize("mode", ["mean", "mean_sqrt_len_tokens", "weightedmean"])
@@ -37,3 +39,55 @@ def test_token_types_follow_tokenizer_then_model_type(
     if tokenizer is not None:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     assert _has_token_types(tmp_path, {"model_type": model_type}) == expected
+
+
+def write_config(folder: Path, name: str = "config.json", **fields: Any) -> None:
+    (folder / name).write_text(json.dumps(fields))
+
+
+def read(folder: Path) -> Any:
+    return read_pooling(ModelConfig(folder))
+
+
+@pytest.mark.parametrize(
+    ("stored", "tokenizer", "expected"),
+    [
+        ({}, {}, None),
+        ({"max_seq_length": 256}, {"model_max_length": 512}, 256),
+        ({"transformer_task": "feature-extraction"}, {"model_max_length": 128}, 128),  # sentence-transformers 6
+        ({"max_seq_length": None}, {"model_max_length": 1000000000000000019884624838656}, None),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["Model", "ForSequenceClassification"])
+def test_maximum_tokens_follow_sentence_transformers(
+    stored: dict[str, Any], tokenizer: dict[str, Any], expected: int | None, suffix: str, tmp_path: Path
+) -> None:
+    write_config(tmp_path, model_type="bert", architectures=[f"Bert{suffix}"])
+    write_config(tmp_path, "sentence_bert_config.json", **stored)
+    write_config(tmp_path, "tokenizer_config.json", **tokenizer)
+    assert read(tmp_path).max_tokens == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "newest", "expected"),
+    [
+        ({}, {}, "sigmoid"),
+        ({"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}, {}, "none"),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, {}, "none"),
+        ({}, {"activation_fn": "torch.nn.modules.linear.Identity"}, "none"),  # sentence-transformers 6
+        ({}, {"activation_fn": "torch.nn.modules.activation.Sigmoid"}, "sigmoid"),
+    ],
+)
+def test_activation_of_cross_encoders(
+    fields: dict[str, Any], newest: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    write_config(tmp_path, model_type="bert", architectures=["BertForSequenceClassification"], **fields)
+    write_config(tmp_path, "config_sentence_transformers.json", **newest)
+    assert read(tmp_path).score_activation == expected
+
+
+def test_default_prompts_of_cross_encoders_are_rejected(tmp_path: Path) -> None:
+    write_config(tmp_path, model_type="bert", architectures=["BertForSequenceClassification"])
+    write_config(tmp_path, "config_sentence_transformers.json", prompts={"a": "b"}, default_prompt_name="a")
+    with pytest.raises(ConfigError, match="default_prompt_name is not supported for classification models"):
+        read(tmp_path)
