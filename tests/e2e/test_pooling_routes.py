@@ -260,11 +260,18 @@ def test_total_pair_size_is_limited(judge: World) -> None:
 @pytest.mark.parametrize(
     ("path", "body"),
     [
+        ("/", {"inputs": "a", "stream": True}),
         ("/generate", {"inputs": "a"}),
+        ("/generate_stream", {"inputs": "a"}),
         ("/v1/completions", {"prompt": "a"}),
+        ("/v1/completions", {"prompt": "a", "stream": True}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "stream": True}),
         ("/v1/responses", {"input": "a"}),
+        ("/v1/responses", {"input": "a", "stream": True}),
         ("/classify", {"inputs": "a"}),
+        ("/classify_batch", {"inputs": ["a"]}),
+        ("/v1/classify", {"input": "a"}),
     ],
 )
 def test_route_for_different_task_names_model_task(embedder: World, path: str, body: Any) -> None:
@@ -303,6 +310,31 @@ def test_invalid_requests_are_rejected(embedder: World, body: Any, problem: str)
     response = embedder.server.post("/v1/embeddings", body)
     assert response.status in (400, 404)
     assert problem in response.json["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        ("/embed", {"inputs": "a", "dimensions": 8}, "dimensions"),
+        ("/embed", {"inputs": "a", "parameters": {"prompt_name": "query"}}, "prompt_name"),
+        ("/embed", {"inputs": "a", "encoding_format": "base64"}, "encoding_format"),
+        ("/embed", {"inputs": "a", "adapter_id": "tuned"}, "adapter_id"),
+        ("/v1/embeddings", {"input": "a", "instruction": "find"}, "instruction"),
+        ("/v1/score", {"text_1": "a", "text_2": "b", "dimensions": 8}, "dimensions"),
+        ("/rerank", {"query": "a", "documents": ["b"], "prompt_name": "query"}, "prompt_name"),
+    ],
+)
+def test_fields_of_other_routes_are_rejected(embedder: World, path: str, body: Any, name: str) -> None:
+    response = embedder.server.post(path, body)
+    assert response.status in (400, 422)
+    assert f"`{name}` is not".encode() in response.body
+
+
+def test_tokenizer_routes_work(embedder: World) -> None:
+    tokens = embedder.server.post("/tokenize", {"inputs": "the cat"}).json
+    ids = embedder.tokenizer("the cat")["input_ids"]
+    assert [token["id"] for token in tokens] == ids
+    assert embedder.server.post("/detokenize", {"ids": ids[1:-1]}).json == {"text": "the cat"}
 
 
 def test_too_long_texts_are_truncated_on_request(embedder: World) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from lorax_server.errors import InputError
 from lorax_server.generation import pooled_results as results
 from lorax_server.pooling import CLASSIFY, EMBED, SCORE, TOKEN_CLASSIFY
 from lorax_server.server.adapter_lookup import ResolvedModel
@@ -134,7 +135,10 @@ async def _select_lorax(
 ) -> ResolvedModel:
     selection = lorax.choose_adapter(parameters or PoolingParameters(), context.service.model_names)
     context.record_model(selection)
-    context.check_unknown_fields(POOLING, body)
+    for each in (body, parameters or PoolingParameters()):
+        context.check_unknown_fields(POOLING, each)
+    for name in PoolingParameters.model_fields.keys() & (body.model_extra or {}).keys():
+        raise InputError(f"`{name}` is not a top-level field; move it into `parameters`")
     await context.admit(1, False)
     return await context.resolve(selection)
 

@@ -131,6 +131,12 @@ UNSUPPORTED_FIELDS = (
     UnsupportedField("truncate_prompt_tokens", (POOLING,), "vLLM", "truncate", neutral_values=(-1,)),
     UnsupportedField("normalize", (POOLING,), "TEI", neutral_values=(True,)),
     *_make_fields("TEI", (POOLING,), "raw_scores"),
+    # Fields that some pooling routes have, and other pooling routes reject.
+    *_make_fields("OpenAI", (POOLING,), "dimensions"),
+    UnsupportedField("encoding_format", (POOLING,), "OpenAI", neutral_values=("float",)),
+    *_make_fields("sentence-transformers", (POOLING,), "prompt_name", "prompt", "instruction"),
+    *_make_fields("Cohere, Voyage", (POOLING,), "output_dimension", "embedding_types", "max_tokens_per_doc"),
+    *_make_fields("vLLM", (POOLING,), "activation", "use_activation", "softmax", "embed_dtype"),
 )
 FIELDS_BY_ROUTE = {
     route: {field.name: field for field in UNSUPPORTED_FIELDS if route in field.routes}

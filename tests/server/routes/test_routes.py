@@ -413,3 +413,25 @@ def test_engine_errors_use_route_field_names(path: str, field: str) -> None:
 def test_missing_chat_template_has_error_code() -> None:
     rejected = Routes().post(CHAT, chat())
     assert (rejected.status, rejected.json["error"]["code"]) == (400, "no_chat_template")
+
+
+# --- Routes for other tasks -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/embed", {"inputs": "ask"}),
+        ("/classify", {"inputs": "ask"}),
+        ("/classify_batch", {"inputs": ["ask"]}),
+        ("/rerank", {"query": "ask", "documents": ["quick"]}),
+        ("/v1/embeddings", {"input": "ask"}),
+        ("/v1/classify", {"input": "ask"}),
+        ("/v1/rerank", {"query": "ask", "documents": ["quick"]}),
+        ("/v1/score", {"text_1": "ask", "text_2": "quick"}),
+    ],
+)
+def test_generative_model_rejects_pooling_routes(path: str, body: dict[str, Any]) -> None:
+    reply = Routes().post(path, body)
+    assert reply.status == (400 if path.startswith("/v1") else 422)
+    assert "it is served for text generation (--task generate)" in reply.message
