@@ -172,8 +172,8 @@ def build_sources(config: SourceConfig, adapter_timeout_s: float = 0.0) -> dict[
     Used files stay on disk for at least `adapter_timeout_s`, because a request may wait that long for its adapter.
     """
     sources: dict[str, Source] = {}
-    if config.roots:
-        sources["local"] = LocalSource(config.roots)
+    if roots := (*config.roots, *filter(None, (config.uploads,))):
+        sources["local"] = LocalSource(roots)
     if config.cache is None:
         return sources
     cache = config.cache

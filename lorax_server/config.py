@@ -109,6 +109,9 @@ class SourceConfig(Settings):
     """Adapter sources, which are all disabled by default."""
 
     roots: tuple[Path, ...] = setting((), "root folder for local adapters", flag="--local-adapters")
+    uploads: Path | None = setting(
+        None, "folder for adapter weights uploaded over HTTP", none="uploads are rejected", flag="--adapter-uploads-dir"
+    )
     cache: Path | None = setting(None, "cache folder for downloaded models and adapters; required for the hub and S3")
     hub: bool = setting(False, "download adapters from the Hugging Face hub; --no-hub disables it")
     hub_endpoint: str | None = setting(None, "hub URL", none="huggingface_hub's default")

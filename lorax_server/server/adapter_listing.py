@@ -128,6 +128,7 @@ def _list_also_names(service: Service, key: Key, also: Sequence[str], page: Sequ
     for adapter_id in also:
         selection = names.select_adapter(adapter_id, None)
         (name,), (allowed,) = selection.adapter_keys, selection.access_keys
+        allowed = allowed._replace(name=names.strip_version(allowed.name))
         is_listed, is_on_page = selection.label in names.adapters, selection.label in aliases or name in others
         is_hidden = index.is_private(name) and not (is_listed or key.is_admin or service.allows_local_admin)
         if not (is_on_page or is_hidden) and key.may_use(*allowed, names.default_source, name.source == HUB_SOURCE):

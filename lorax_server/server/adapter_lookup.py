@@ -45,11 +45,13 @@ logger = logging.getLogger(__name__)
 class AdapterLookup:
     """Resolves adapters for one caller, with the caller's API key and bearer token."""
 
-    def __init__(self, service: Service, key: Key, bearer: str | None, path: str) -> None:
+    def __init__(self, service: Service, key: Key, bearer: str | None, path: str, request_id: str) -> None:
         self._service = service
         self._key = key
         self._bearer = bearer
         self._path = path
+        self._request_id = request_id  # selects one version of a weighted split
+        self.version: int | None = None  # the version that was selected, for adapters with uploaded versions
         self.warnings: list[str] = []  # about adapters that are served, but may be for another base model
 
     async def resolve(self, selection: ModelSelection) -> Resolved:
@@ -60,7 +62,9 @@ class AdapterLookup:
         for ref, allowed in zip(selection.refs, selection.access_keys, strict=True):
             await self.check_may_use(allowed, ref.source == HUB_SOURCE, selection.requested_source)
         refs, adapters = [], []
-        for ref, allowed in zip(selection.refs, selection.access_keys, strict=True):
+        for named_ref, allowed in zip(selection.refs, selection.access_keys, strict=True):
+            is_listed = selection.requested_source is None
+            ref = self._select_version(named_ref, allowed.name) if is_listed else named_ref
             try:
                 authorized_ref, adapter = await self._resolve_one(ref)
             except AdapterNotFoundError as error:
@@ -80,10 +84,18 @@ class AdapterLookup:
         is_fetched = any(adapter.tier == FETCHED_TIER for adapter in adapters)
         return merged._replace(tier=FETCHED_TIER) if is_fetched else merged
 
+    def _select_version(self, ref: AdapterRef, name: str) -> AdapterRef:
+        selected = self._service.versions.select(name, self._request_id)
+        if selected is None:
+            return ref
+        self.version, key = selected
+        return ref._replace(source=key.source, name=key.name)
+
     async def check_may_use(self, name: AdapterKey, has_revisions: bool, source: str | None) -> None:
         """Raise if the key may not use the adapter. The message does not reveal whether the adapter exists."""
+        names = self._service.model_names
         try:
-            self._key.check_may_use(*name, self._service.model_names.default_source, has_revisions)
+            self._key.check_may_use(name.source, names.strip_version(name.name), names.default_source, has_revisions)
         except ForbiddenError as error:
             raise await self.add_suggestions(error, name.name, source) from None
 

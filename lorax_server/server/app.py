@@ -26,7 +26,17 @@ from lorax_server.server.http.error_responses import (
 from lorax_server.server.http.middleware import RequestMiddleware, find_methods
 from lorax_server.server.http.replica_protocol import ReplicaAccess
 from lorax_server.server.openapi import describe_limits
-from lorax_server.server.routes import adapters, chat, completions, info, lorax, playground, pooling, replica
+from lorax_server.server.routes import (
+    adapter_versions,
+    adapters,
+    chat,
+    completions,
+    info,
+    lorax,
+    playground,
+    pooling,
+    replica,
+)
 from lorax_server.server.routes.responses import route as responses
 from lorax_server.server.service import Service
 
@@ -46,7 +56,7 @@ def make_app(service: Service, address: str = "") -> FastAPI:
         redirect_slashes=False,
     )
     routes: list[BaseRoute] = []
-    for module in (lorax, completions, chat, responses, pooling, info, adapters, playground):
+    for module in (lorax, completions, chat, responses, pooling, info, adapters, adapter_versions, playground):
         router = module.make_router(service)
         app.include_router(router)
         routes += router.routes

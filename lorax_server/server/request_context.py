@@ -239,7 +239,7 @@ class RequestContext:
         authorization, is_open = self._http_request.headers.get("authorization", ""), self.service.keys.allows_anonymous
         is_for_source = is_open and not self.key.is_admin and authorization.lower().startswith(BEARER_PREFIX)
         bearer = authorization[len(BEARER_PREFIX) :].strip() if is_for_source else ""
-        return AdapterLookup(self.service, self.key, bearer or None, self.path)
+        return AdapterLookup(self.service, self.key, bearer or None, self.path, self.record.request_id)
 
     async def resolve(self, selection: ModelSelection) -> ResolvedModel:
         """Return the selected adapter and its tokenizer, and record the adapter. Raise if the caller may not use it."""
@@ -463,12 +463,15 @@ class RequestContext:
         record = self.record
         if not record.identity:
             return {}
+        version = "" if self.lookup.version is None else f"v{self.lookup.version}"
+        if self._is_stale:
+            version = "previous"
         return {
             "x-adapter-id": quote(record.adapter_id or "", safe=SAFE_HEADER_CHARACTERS),
             "x-adapter-source": quote(record.source),
             "x-adapter-hash": record.identity,
             **({"x-adapter-tier": self._adapter_tier} if self._adapter_tier else {}),
-            **({"x-adapter-version": "previous"} if self._is_stale else {}),
+            **({"x-adapter-version": version} if version else {}),
         }
 
     @property

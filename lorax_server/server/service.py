@@ -19,6 +19,7 @@ from lorax_server.server.access.keys import Key, KeyRing
 from lorax_server.server.access.model_names import AdapterKey, ModelNames
 from lorax_server.server.access.rate_limits import AdapterQuota, RateLimits
 from lorax_server.server.adapter_name_index import IN_MEMORY_STAGES, AdapterNameIndex, is_adapter_fault
+from lorax_server.server.adapter_versions import AdapterVersions
 from lorax_server.server.checks import collect_sampling_fields
 from lorax_server.server.generations import InputWindow, cancel_all
 from lorax_server.server.http.hosts import is_loopback
@@ -70,6 +71,8 @@ class Service:
         self.adapter_quota = AdapterQuota(config.new_adapters_per_minute)
         self.metrics = Metrics(max_input_length=self.max_input_length, max_total_tokens=self.max_total_tokens)
         self.audit_log = AuditLog(self.metrics)
+        self.versions = AdapterVersions(self.model_names, config.engine.sources.uploads)
+        self.metrics.add_version_metrics(lambda: self.versions)
 
     @property
     def is_ready(self) -> bool:
@@ -110,6 +113,7 @@ class Service:
                 await asyncio.to_thread(watch.start)
             await starting
             service = cls(config, engine, keys, names, tokenizers, defaults, tracer)
+            await asyncio.to_thread(service.versions.load)
             await service._index_preloaded()
             service._exit_stack = closing.pop_all()
         return service

@@ -170,6 +170,9 @@ class FakeAdapterTable(AdapterTable):
     def is_merged(self, identity: str) -> bool:
         return identity in self.merged
 
+    def find_start(self, identity: str, prompt_ids: Any) -> int:
+        return 0
+
     def vocab_size(self, identity: str) -> int:
         assert identity not in self.missing
         return VOCAB

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -112,7 +112,19 @@ class Routes(ServiceHarness):
     def get(self, path: str, key: str | None = None) -> Reply:
         return self.send("GET", path, None, {"authorization": f"Bearer {key}"} if key else None)
 
-    async def _send(self, method: str, path: str, body: Any, headers: Mapping[str, str]) -> Reply:
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        body: Any,
+        headers: Mapping[str, str],
+        chunks: Sequence[bytes | None] | None = None,
+        is_open: bool = False,
+    ) -> Reply:
+        """Send a request with a JSON body, or with a body in chunks. A chunk of None disconnects.
+
+        With `is_open`, the client stops sending before the end of the body.
+        """
         content = b"" if body is None else json.dumps(body).encode()
         sent_headers = {"host": "127.0.0.1", "content-length": str(len(content)), **headers}
         sent_headers |= {} if body is None else {"content-type": "application/json"}
@@ -125,7 +137,11 @@ class Routes(ServiceHarness):
             "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80),
         }  # fmt: skip
         arrivals: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        arrivals.put_nowait({"type": "http.request", "body": content, "more_body": False})
+        for chunk in (content,) if chunks is None else chunks:
+            message = {"type": "http.request", "body": chunk, "more_body": chunks is not None}
+            arrivals.put_nowait({"type": "http.disconnect"} if chunk is None else message)
+        if chunks is not None and not is_open:
+            arrivals.put_nowait({"type": "http.request", "body": b"", "more_body": False})
         sent: list[Any] = []
 
         async def send(message: Any) -> None:

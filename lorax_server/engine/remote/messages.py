@@ -61,6 +61,11 @@ class UnloadAdapter(Query, frozen=True):
     identity: str
 
 
+class MoveRequests(Query, frozen=True):
+    request_ids: tuple[int, ...]
+    identity: str
+
+
 class GetStatus(Query, frozen=True):
     pass
 
@@ -78,7 +83,7 @@ class Stop(EngineMessage, frozen=True):
     """Stops the engine. The API process also sends it to acknowledge `Failed`."""
 
 
-Queries = Resolve | LoadAdapter | UnloadAdapter | ForgetAdapter | ListAdapters | GetStatus
+Queries = Resolve | LoadAdapter | UnloadAdapter | MoveRequests | ForgetAdapter | ListAdapters | GetStatus
 ToEngine = Add | Abort | Queries | Stop
 
 # --- From the engine --------------------------------------------------------------------------------------------------
@@ -114,7 +119,7 @@ class AdaptersReply(Reply[list[AdapterState]], frozen=True):
 
 
 class Done(Reply[None], frozen=True):
-    """The reply after an adapter was loaded or unloaded, or its resolution was forgotten."""
+    """The reply after an adapter was loaded or unloaded, its resolution was forgotten, or requests moved."""
 
     result: None = None
 

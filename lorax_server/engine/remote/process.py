@@ -136,6 +136,9 @@ class _EngineLoop:
             case messages.UnloadAdapter(_, identity):
                 engine.unload(identity)
                 self._channel.send(messages.Done(query_id))
+            case messages.MoveRequests(_, request_ids, identity):
+                engine.move(request_ids, identity)
+                self._channel.send(messages.Done(query_id))
             case messages.ForgetAdapter(_, source, name):
                 engine.forget(source, name)
                 self._channel.send(messages.Done(query_id))

@@ -124,6 +124,10 @@ class RemoteEngine:
     async def unload(self, identity: str) -> None:
         await self._query(messages.UnloadAdapter(self.new_id(), identity), messages.Done)
 
+    async def move(self, request_ids: Sequence[int], identity: str) -> None:
+        """Continue requests with another loaded adapter. Requests that have finished are ignored."""
+        await self._query(messages.MoveRequests(self.new_id(), tuple(request_ids), identity), messages.Done)
+
     async def forget(self, source: str, name: str) -> None:
         await self._query(messages.ForgetAdapter(self.new_id(), source, name), messages.Done)
 

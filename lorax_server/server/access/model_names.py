@@ -111,6 +111,7 @@ class ModelNames:
         self.default_source = default_source
         self._static_adapter = None if static_adapter is None else self.normalize(*static_adapter)
         self._aliases: dict[str, AdapterKey] = {}
+        self._version_names: dict[str, str] = {}  # name without the version, by alias, for uploaded versions
         self._folder_names: Mapping[str, AdapterKey] = {}
         self._snapshot: NameSnapshot | None = None  # None after a change
         self._lock = threading.Lock()
@@ -134,23 +135,32 @@ class ModelNames:
         """A map from alias to adapter, without folder names."""
         return self._aliases
 
-    def add_alias(self, alias: str, source: str, name: str) -> None:
+    def check_alias(self, alias: str) -> None:
+        """Raise if an adapter must not have this name."""
         if not (0 < len(alias) <= MAX_NAME_LENGTH and alias.isprintable()):
             raise InputError(
                 f"an adapter name must have 1 to {MAX_NAME_LENGTH} printable characters, not {alias[:64]!r}"
             )
         if alias in self.base_names or alias == BASE_MODEL:
             raise InputError(f"{alias!r} is a base model name; choose another name")
+
+    def add_alias(self, alias: str, source: str, name: str, version_of: str | None = None) -> None:
+        """Make a name refer to an adapter. A key that may use `version_of` may also use the new name."""
+        self.check_alias(alias)
         with self._lock:
             if len(self._aliases) >= MAX_ALIASES and alias not in self._aliases:
                 raise InputError(f"the limit of {MAX_ALIASES} adapter names is reached; unload some adapters")
             self._aliases[alias] = self.normalize(source, name)
+            self._version_names.pop(alias, None)
+            if version_of is not None:
+                self._version_names[alias] = version_of
             self._snapshot = None
 
     def remove_alias(self, alias: str) -> bool:
         """Remove an alias. Return True if it existed."""
         with self._lock:
             self._snapshot = None
+            self._version_names.pop(alias, None)
             return self._aliases.pop(alias, None) is not None
 
     def set_folder_names(self, names: Iterable[str]) -> None:
@@ -226,7 +236,12 @@ class ModelNames:
 
     def may_use(self, key: Key, alias: str, adapter_key: AdapterKey) -> bool:
         """Return True if the key may use the adapter under this listed name."""
-        return key.may_use(self.default_source, alias, self.default_source, adapter_key.source == HUB_SOURCE)
+        allowed = self.strip_version(alias)
+        return key.may_use(self.default_source, allowed, self.default_source, adapter_key.source == HUB_SOURCE)
+
+    def strip_version(self, alias: str) -> str:
+        """Return `poet` for the uploaded version `poet@v2`, and other names unchanged."""
+        return self._version_names.get(alias, alias)
 
     def normalize(self, source: str, name: str) -> AdapterKey:
         """Return the adapter key for a name, after normalizing the name."""

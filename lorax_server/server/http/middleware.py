@@ -175,7 +175,7 @@ class RequestMiddleware:
         response = error_response.to_response(record.route)
         await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
         await send({"type": "http.response.body", "body": response.body, "more_body": True})
-        await _discard_body(receive)
+        await discard_body(receive)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -186,7 +186,7 @@ def _make_record(scope: Scope, headers: Headers) -> RequestRecord:
     return RequestRecord(request_id, scope["path"], status=0, address=(scope.get("client") or ("",))[0])
 
 
-async def _discard_body(receive: Receive) -> None:
+async def discard_body(receive: Receive) -> None:
     num_bytes_left = MAX_DISCARDED_BYTES
     with suppress(TimeoutError):
         async with asyncio.timeout(DISCARD_TIMEOUT_S):

@@ -2,6 +2,7 @@
 unless only this machine can reach a server without keys.
 """
 
+import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -49,6 +50,7 @@ def _add_adapter_routes(router: APIRouter, service: Service) -> None:
         """Load the latest adapter version to the device, and pin or unpin it if `pin` is set."""
         key = service.check_admin(request, "load", body.adapter_id)
         names = service.model_names
+        _check_no_versions(service, body.name)
         choice = names.select_adapter(body.adapter_id, body.adapter_source, body.api_token or None)
         identity = await load_adapter(service, key, choice, body.pin)
         if body.name:
@@ -67,6 +69,8 @@ def _add_adapter_routes(router: APIRouter, service: Service) -> None:
         loads it again, unless its name was assigned by the load route."""
         key = service.check_admin(request, "unload", body.adapter_id)
         request.state.adapter_change = await unload_adapter(service, key, body.adapter_id, body.adapter_source)
+        if body.adapter_source is None:
+            await remove_versions(service, body.adapter_id)
         return json_response(await list_page(service, key))
 
 
@@ -80,6 +84,7 @@ def _add_vllm_routes(router: APIRouter, service: Service) -> None:
     async def load(request: Request, body: VllmLoadRequest) -> Response:
         """Load a folder or hub repository and assign a name to it, as in vLLM."""
         key = service.check_admin(request, "load", f"{body.lora_name}={body.lora_path}")
+        _check_no_versions(service, body.lora_name)
         source = "hub" if HUB_NAME_PATTERN.fullmatch(body.lora_path) and service.config.engine.sources.hub else "local"
         choice = service.model_names.select_adapter(body.lora_path, source)
         await load_adapter(service, key, choice, None)
@@ -97,6 +102,7 @@ def _add_vllm_routes(router: APIRouter, service: Service) -> None:
         """Unload an adapter and remove its name, as in vLLM."""
         key = service.check_admin(request, "unload", body.lora_name)
         request.state.adapter_change = await unload_adapter(service, key, body.lora_name, None)
+        await remove_versions(service, body.lora_name)
         return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.", media_type="text/plain")
 
 
@@ -134,6 +140,14 @@ async def pin_adapter(service: Service, identity: str, name: AdapterKey, pin: bo
         service.adapter_index.unpin(identity)
 
 
+async def transfer_pin(service: Service, old: str, old_name: AdapterKey, new: str, new_name: AdapterKey) -> None:
+    """If an adapter is pinned, pin another adapter in its place."""
+    if old_name in service.adapter_index.pinning_names(old):
+        await pin_adapter(service, new, new_name, True)
+        if not await _find_other_pins(service, old, old_name):
+            await _unload_identity(service, old)
+
+
 async def unload_adapter(service: Service, key: Key, adapter_id: str, source: str | None) -> AdapterChange:
     names, choice = service.model_names, service.model_names.select_adapter(adapter_id, source)
     (name,) = choice.adapter_keys
@@ -150,9 +164,38 @@ async def unload_adapter(service: Service, key: Key, adapter_id: str, source: st
         if not holders[identity]:
             await _unload_identity(service, identity)
     await service.forget_unloaded(name)
-    if source is None:
+    if source is None and names.strip_version(choice.label) == choice.label:
         names.remove_alias(choice.label)
     return AdapterChange(False, *name, "" if source else choice.label)
+
+
+async def remove_versions(service: Service, name: str) -> None:
+    """Remove the uploaded versions of a name, if it has any."""
+    versions = service.versions
+    async with versions.lock:
+        if versions.get(name) is not None:
+            await versions.apply(name, None)
+    await delete_retired(service)
+
+
+async def delete_retired(service: Service) -> None:
+    """Unload removed versions and delete their files, except for versions with unfinished requests."""
+    index, versions = service.adapter_index, service.versions
+    for version in list(versions.retired):
+        identity = index.latest_identity(version.key)
+        states = await service.engine.list_adapters([identity]) if identity else []
+        if any(state.num_requests for state in states) or version not in versions.retired:
+            continue
+        versions.retired.remove(version)
+        if set(index.names_of(identity)) == {version.key}:
+            await _unload_identity(service, identity)
+        index.remove(identity, only=version.key)
+        await asyncio.to_thread(versions.delete_folder, version.key.name)
+
+
+def _check_no_versions(service: Service, name: str | None) -> None:
+    if name and service.versions.get(name) is not None:
+        raise ConflictError(f"adapter {name[:64]!r} has uploaded versions; unload it, or assign another name")
 
 
 async def _find_other_pins(service: Service, identity: str, name: AdapterKey) -> list[str]:

@@ -398,6 +398,29 @@ class AdapterList(Schema):
     next: str | None = Field(description="`after` for the next page; null: this is the last page")
 
 
+class VersionWeights(Schema):
+    """Selects one version, or divides the requests among versions. Set exactly one field."""
+
+    version: int | None = Field(default=None, description="The version for all requests.")
+    weights: dict[str, Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]] | None = Field(
+        default=None, description="Relative numbers of requests by version.", examples=[{"v1": 0.9, "v2": 0.1}]
+    )
+
+
+class AdapterVersionInfo(Schema):
+    id: str
+    version: int
+    weight: float
+    hash: str | None
+    requests: int
+
+
+class AdapterVersionList(Schema):
+    id: str
+    object: Literal["list"]
+    data: list[AdapterVersionInfo]
+
+
 class VllmLoadRequest(Schema):
     lora_name: str = Field(json_schema_extra={"minLength": 1})
     lora_path: str = Field(json_schema_extra={"minLength": 1})

@@ -5,11 +5,11 @@ if the adapter was found, in sanitized form and up to a maximum number; all othe
 """
 
 import re
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import partial
 from hashlib import sha256
 from math import isfinite
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
@@ -62,6 +62,16 @@ class Registry(CollectorRegistry):
             yield family
 
 
+class Versions(Protocol):
+    """The versions of one adapter: the numbers of requests, and the fractions of requests, by version."""
+
+    @property
+    def num_requests(self) -> Mapping[int, int]: ...
+
+    @property
+    def weights(self) -> Mapping[int, float]: ...
+
+
 class Metrics:
     """All metrics in `/metrics`. This class is not thread-safe: use it from one event loop.
 
@@ -105,8 +115,18 @@ class Metrics:
         self.rejected_connections = counter(
             "lorax_connections_rejected_total", "Rejected connections by reason", ("reason",)
         )
+        self.adapter_updates = counter(
+            "lorax_adapter_updates_total", "Uploads of adapter weights by result", ("result",)
+        )
+        self.adapter_update_duration = duration(
+            "lorax_adapter_update_duration", "Seconds from the end of an upload until new requests use its weights"
+        )
         self._adapters = _AdapterMetrics(registry, max_labels)
         self.engine = EngineMetrics(registry)
+
+    def add_version_metrics(self, list_adapters: Callable[[], Iterable[tuple[str, Versions]]]) -> None:
+        """Export the weights and request counts of uploaded versions."""
+        self.registry.register(VersionMetrics(list_adapters))
 
     def count_request(self) -> None:
         """Count a received request."""
@@ -363,3 +383,25 @@ class EngineMetrics(Collector):
                 for label, field in fields.items():
                     family.add_metric([label], 0 if status is None else getattr(status, field))
                 yield family
+
+
+# --- Uploaded versions ------------------------------------------------------------------------------------------------
+
+
+class VersionMetrics(Collector):
+    """Exports uploaded versions. A removed version has no metrics."""
+
+    def __init__(self, list_adapters: Callable[[], Iterable[tuple[str, Versions]]]) -> None:
+        self._list_adapters = list_adapters
+
+    def collect(self) -> Iterable[Metric]:
+        labels = ("adapter", "version")
+        weights = GaugeMetricFamily("lorax_adapter_version_weight", "Fraction of requests by version", labels=labels)
+        requests = CounterMetricFamily("lorax_adapter_version_requests", "Requests by version", labels=labels)
+        for name, versions in self._list_adapters():
+            for number, weight in versions.weights.items():
+                weights.add_metric([sanitize_label(name), f"v{number}"], weight)
+            for number, count in versions.num_requests.items():
+                requests.add_metric([sanitize_label(name), f"v{number}"], count)
+        yield weights
+        yield requests

@@ -1,0 +1,198 @@
+"""Uploaded adapter versions: `poet@v2` is an adapter, and `poet` refers to one version or to a weighted split.
+
+The versions are stored in `STATE_FILE`, so they survive a restart of the server.
+"""
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import NamedTuple
+
+from lorax_server.adapters.sources.local import LocalSource
+from lorax_server.errors import ConfigError, InputError
+from lorax_server.server.access.model_names import AdapterKey, ModelNames
+
+MAX_VERSIONS = 8  # per name; the oldest versions without requests are removed
+STATE_FILE = "versions.json"
+FOLDER_PATTERN = re.compile(r"[0-9a-f]{32}")
+
+
+class AdapterVersion(NamedTuple):
+    """One version of an adapter. `key` names its folder below the upload folder, unless it was not uploaded."""
+
+    key: AdapterKey
+    is_uploaded: bool = True
+
+
+@dataclass(frozen=True)
+class VersionedAdapter:
+    """The versions of one name. Immutable; the request counts are metrics."""
+
+    versions: Mapping[int, AdapterVersion] = field(default_factory=dict)
+    weights: Mapping[int, float] = field(default_factory=dict)  # fraction of requests by version; the sum is 1
+    last_number: int = 0
+    num_requests: dict[int, int] = field(default_factory=dict, compare=False)
+
+    @property
+    def primary(self) -> int:
+        """The version with the largest weight. Of equal weights, the newest."""
+        return max(self.weights, key=lambda number: (self.weights[number], number))
+
+    def choose(self, name: str, request_id: str) -> int:
+        """Return the version for a request. A request ID always selects the same version for the same weights."""
+        digest = sha256(f"{name}\0{request_id}".encode(errors="surrogatepass")).digest()
+        position, chosen = int.from_bytes(digest[:8], "big") / 2**64, self.primary
+        for number, weight in sorted(self.weights.items()):
+            if position < weight:
+                chosen = number
+                break
+            position -= weight
+        return chosen
+
+
+class AdapterVersions:
+    """The versioned adapters of one server. Belongs to the event loop, except for `load` and `delete_folder`."""
+
+    def __init__(self, names: ModelNames, folder: Path | None) -> None:
+        self.folder = folder  # None if uploads are disabled
+        self.lock = asyncio.Lock()  # held while a change is stored and applied
+        self.num_uploads = 0  # uploads in progress
+        self.retired: list[AdapterVersion] = []  # removed, but their folders may be in use
+        self._names = names
+        self._adapters: dict[str, VersionedAdapter] = {}
+
+    def __iter__(self) -> Iterator[tuple[str, VersionedAdapter]]:
+        return iter(list(self._adapters.items()))
+
+    def get(self, name: str) -> VersionedAdapter | None:
+        return self._adapters.get(name)
+
+    def select(self, name: str, request_id: str) -> tuple[int, AdapterKey] | None:
+        """Return the version that a request for this name uses, or None if the name has no versions."""
+        adapter = self._adapters.get(name)
+        if adapter is None:
+            base, _, number = name.rpartition("@v")
+            adapter = self._adapters.get(base)
+            if adapter is None or not number.isdecimal() or int(number) not in adapter.versions:
+                return None
+            chosen = int(number)
+        else:
+            chosen = adapter.choose(name, request_id)
+        adapter.num_requests[chosen] = adapter.num_requests.get(chosen, 0) + 1
+        return chosen, adapter.versions[chosen].key
+
+    # --- Changes: each is stored before it is applied -----------------------------------------------------------------
+
+    def add(self, name: str, key: AdapterKey, previous: AdapterKey | None, activate: bool) -> VersionedAdapter:
+        """Return the adapter with a new version. `previous` is the adapter that the name has referred to so far."""
+        adapter = self._adapters.get(name)
+        if adapter is None:
+            adapter = VersionedAdapter()
+            if previous is not None:
+                adapter = VersionedAdapter({1: AdapterVersion(previous, is_uploaded=False)}, {1: 1.0}, 1)
+        number = adapter.last_number + 1
+        versions = {**adapter.versions, number: AdapterVersion(key)}
+        weights = {number: 1.0} if activate or not adapter.weights else adapter.weights
+        removable = [each for each in versions if each not in weights and each != number]
+        for each in removable[: max(0, len(versions) - MAX_VERSIONS)]:
+            del versions[each]
+        return replace(adapter, versions=versions, weights=weights, last_number=number)
+
+    def weigh(self, name: str, weights: Mapping[int, float]) -> VersionedAdapter:
+        """Return the adapter with other weights, which are normalized."""
+        adapter = self._adapters[name]
+        unknown = sorted(weights.keys() - adapter.versions.keys())
+        if unknown:
+            known = ", ".join(f"v{number}" for number in adapter.versions)
+            raise InputError(f"adapter {name[:64]!r} has no version v{unknown[0]}; its versions are {known}")
+        total = sum(weights.values())
+        return replace(adapter, weights={number: weight / total for number, weight in weights.items() if weight})
+
+    async def apply(self, name: str, adapter: VersionedAdapter | None) -> None:
+        """Store and apply the versions of a name. None removes the name and all its versions. Hold `lock`."""
+        adapters = {**self._adapters, name: adapter} if adapter is not None else dict(self._adapters)
+        if adapter is None:
+            adapters.pop(name, None)
+        await asyncio.to_thread(self._store, adapters)
+        before = self._adapters.get(name, VersionedAdapter())
+        versions = {} if adapter is None else adapter.versions
+        for number, version in before.versions.items():
+            if number not in versions:
+                self._names.remove_alias(f"{name}@v{number}")
+                before.num_requests.pop(number, None)
+                self.retired += [version] if version.is_uploaded else []
+        if adapter is None:
+            self._adapters.pop(name, None)
+            self._names.remove_alias(name)
+        else:
+            self._adapters[name] = adapter
+            self._add_aliases(name, adapter)
+
+    def _add_aliases(self, name: str, adapter: VersionedAdapter) -> None:
+        for number, version in adapter.versions.items():
+            self._names.add_alias(f"{name}@v{number}", *version.key, version_of=name)
+        self._names.add_alias(name, *adapter.versions[adapter.primary].key)
+
+    # --- Files --------------------------------------------------------------------------------------------------------
+
+    def make_folder(self) -> Path:
+        """Create and return a folder for an upload. May block on the file system."""
+        assert self.folder is not None
+        folder = self.folder / uuid.uuid4().hex
+        folder.mkdir()
+        return folder
+
+    def delete_folder(self, name: str) -> None:
+        """Delete an uploaded version's files. May block on the file system."""
+        if self.folder is not None and FOLDER_PATTERN.fullmatch(name):
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+
+    def load(self) -> None:
+        """Read the stored versions, and delete the files of interrupted uploads and removed versions."""
+        if self.folder is None:
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path = self.folder / STATE_FILE
+            stored = json.loads(path.read_bytes()) if path.exists() else {}
+            self._adapters = {name: _decode(entry) for name, entry in stored.items()}
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise ConfigError(f"--adapter-uploads-dir {self.folder}: {STATE_FILE} cannot be read: {error}") from error
+        used = {each.key.name for _, adapter in self for each in adapter.versions.values()}
+        for entry in self.folder.iterdir():
+            if entry.name not in used:
+                self.delete_folder(entry.name)
+        for name, adapter in self:
+            self._add_aliases(name, adapter)
+
+    def _store(self, adapters: Mapping[str, VersionedAdapter]) -> None:
+        assert self.folder is not None
+        content = {name: _encode(adapter) for name, adapter in adapters.items()}
+        partial = self.folder / f"{STATE_FILE}.part"
+        partial.write_text(json.dumps(content, indent=1))
+        os.replace(partial, self.folder / STATE_FILE)
+
+
+def make_upload_key(folder: Path) -> AdapterKey:
+    return AdapterKey(LocalSource.kind, folder.name)
+
+
+def _encode(adapter: VersionedAdapter) -> dict[str, object]:
+    versions = {number: [*each.key, each.is_uploaded] for number, each in adapter.versions.items()}
+    return {"versions": versions, "weights": adapter.weights, "last_number": adapter.last_number}
+
+
+def _decode(entry: Mapping[str, dict[str, list[str]]]) -> VersionedAdapter:
+    versions = {
+        int(number): AdapterVersion(AdapterKey(source, name), bool(is_uploaded))
+        for number, (source, name, is_uploaded) in entry["versions"].items()
+    }
+    weights = {int(number): float(weight) for number, weight in entry["weights"].items()}
+    return VersionedAdapter(versions, weights, int(entry["last_number"]))
