@@ -164,8 +164,10 @@ class LLM:
         bar = tqdm(total=len(listed), unit="prompt", disable=not progress, dynamic_ncols=True)
         try:
             resolved = self._resolve_all(adapter_ids, on_error)
-            for adapter_id, *arguments in zip(adapter_ids, listed, resolved, samplings, stops, structures, strict=True):
-                runs.append(self._make_generation(*arguments, prompt_logprobs, adapter_id))
+            for arguments in zip(listed, resolved, samplings, stops, structures, strict=True):
+                runs.append(self._make_generation(*arguments, prompt_logprobs))
+            for run, adapter_id in zip(runs, adapter_ids, strict=True):
+                run.adapter_id = adapter_id
             for run in runs:
                 self._start(run, on_error)
             self._finish(runs, bar, on_error)
@@ -186,7 +188,8 @@ class LLM:
         """Generate a completion and yield an event for each token. Closing the iterator aborts the request."""
         self._check_task(GENERATE)
         resolved = self._resolve_all([adapter], "raise")[0]
-        run = self._make_generation(prompt, resolved, params, stop, structure, False, adapter)
+        run = self._make_generation(prompt, resolved, params, stop, structure, False)
+        run.adapter_id = adapter
         try:
             self._start(run, "raise")
             while True:
@@ -403,7 +406,6 @@ class LLM:
         stop: StopParams | None,
         structure: Structure | None,
         prompt_logprobs: bool,
-        adapter_id: str | None,
     ) -> Generation:
         tokenizer, ids, identity, failure = self._tokenizer, [], "", None
         try:
@@ -424,7 +426,7 @@ class LLM:
         if failure is None and structure is not None and not tokenizer.shares_vocabulary(self._tokenizer):
             request = replace(request, vocabulary=tokenizer.token_table())
         run = Generation(request, tokenizer.detokenizer)
-        run.adapter_id, run.completion.error = adapter_id, failure
+        run.completion.error = failure
         return run
 
     def _start(self, run: Generation, on_error: str) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lorax_server.adapters.sources.local import LocalSource
 from lorax_server.errors import ConfigError, InputError
@@ -189,7 +189,7 @@ def _encode(adapter: VersionedAdapter) -> dict[str, object]:
     return {"versions": versions, "weights": adapter.weights, "last_number": adapter.last_number}
 
 
-def _decode(entry: Mapping[str, dict[str, list[str]]]) -> VersionedAdapter:
+def _decode(entry: Mapping[str, Any]) -> VersionedAdapter:
     versions = {
         int(number): AdapterVersion(AdapterKey(source, name), bool(is_uploaded))
         for number, (source, name, is_uploaded) in entry["versions"].items()

@@ -21,6 +21,7 @@ BEARER_SCHEME = {
     "scheme": "bearer",
     "description": "A server API key. If the server has no keys, a token for the adapter source.",
 }
+VERSION_PATHS = ("/v1/adapters/{name}/weights", "/v1/adapters/{name}/versions")
 EVENT_SCHEMA = "x-event-schema"  # OpenAPI 3.2 has a standard field, but tools do not support it yet
 # The event schema of each streaming route, and the schema of the last event after an error.
 STREAM_EVENTS: dict[str, tuple[type[BaseModel], type[BaseModel]]] = {
@@ -91,5 +92,6 @@ def _describe_operations(document: dict[str, Any], keys: KeyRing) -> None:
             if path.startswith(OPENAI_PREFIX):
                 del operation["responses"]["422"]
             if method != "get" or not PUBLIC_PATHS.fullmatch(path):
-                needs_key = not keys.allows_anonymous or (path in CHANGE_PATHS and keys.has_admin)
+                is_change = method != "get" and path in (*CHANGE_PATHS, *VERSION_PATHS)
+                needs_key = not keys.allows_anonymous or (is_change and keys.has_admin)
                 operation["security"] = [{"bearer": []}] if needs_key else [{"bearer": []}, {}]

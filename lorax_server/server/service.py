@@ -72,7 +72,7 @@ class Service:
         self.metrics = Metrics(max_input_length=self.max_input_length, max_total_tokens=self.max_total_tokens)
         self.audit_log = AuditLog(self.metrics)
         self.versions = AdapterVersions(self.model_names, config.engine.sources.uploads)
-        self.metrics.add_version_metrics(lambda: self.versions)
+        self.metrics.versions.list_adapters = lambda: self.versions
 
     @property
     def is_ready(self) -> bool:

@@ -123,6 +123,7 @@ def test_openapi_security_matches_key_requirements(with_keys: Any, with_admin: A
         assert found["components"]["securitySchemes"]["bearer"]["scheme"] == "bearer"
         for (method, path), operation in operations(found).items():
             is_public = method == "get" and PUBLIC_PATHS.fullmatch(path)
-            is_admin = "load" in operation["operationId"]
+            identifier = operation["operationId"]
+            is_admin = "load" in identifier or identifier in ("update_adapter", "select_adapter_version")
             optional: list[Any] = [{}] if is_open and not (is_admin and has_admin) else []
             assert operation.get("security") == (None if is_public else [{"bearer": []}, *optional]), path

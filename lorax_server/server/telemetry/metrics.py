@@ -122,11 +122,8 @@ class Metrics:
             "lorax_adapter_update_duration", "Seconds from the end of an upload until new requests use its weights"
         )
         self._adapters = _AdapterMetrics(registry, max_labels)
+        self.versions = VersionMetrics(registry)
         self.engine = EngineMetrics(registry)
-
-    def add_version_metrics(self, list_adapters: Callable[[], Iterable[tuple[str, Versions]]]) -> None:
-        """Export the weights and request counts of uploaded versions."""
-        self.registry.register(VersionMetrics(list_adapters))
 
     def count_request(self) -> None:
         """Count a received request."""
@@ -391,14 +388,15 @@ class EngineMetrics(Collector):
 class VersionMetrics(Collector):
     """Exports uploaded versions. A removed version has no metrics."""
 
-    def __init__(self, list_adapters: Callable[[], Iterable[tuple[str, Versions]]]) -> None:
-        self._list_adapters = list_adapters
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.list_adapters: Callable[[], Iterable[tuple[str, Versions]]] = tuple  # set by `Service`
+        registry.register(self)
 
     def collect(self) -> Iterable[Metric]:
         labels = ("adapter", "version")
         weights = GaugeMetricFamily("lorax_adapter_version_weight", "Fraction of requests by version", labels=labels)
         requests = CounterMetricFamily("lorax_adapter_version_requests", "Requests by version", labels=labels)
-        for name, versions in self._list_adapters():
+        for name, versions in self.list_adapters():
             for number, weight in versions.weights.items():
                 weights.add_metric([sanitize_label(name), f"v{number}"], weight)
             for number, count in versions.num_requests.items():

@@ -130,6 +130,7 @@ TO_ENGINE = {
     messages.ForgetAdapter: st.builds(messages.ForgetAdapter, ids, texts, texts),
     messages.ListAdapters: st.builds(messages.ListAdapters, ids, st.lists(texts, max_size=3).map(tuple)),
     messages.UnloadAdapter: st.builds(messages.UnloadAdapter, ids, texts),
+    messages.MoveRequests: st.builds(messages.MoveRequests, ids, st.lists(ids, max_size=3).map(tuple), texts),
     messages.GetStatus: st.builds(messages.GetStatus, ids),
     messages.Stop: st.builds(messages.Stop),
 }
