@@ -37,8 +37,8 @@ from lorax_server.server.adapter_versions import make_upload_key
 from lorax_server.server.http.error_responses import json_response
 from lorax_server.server.http.middleware import discard_body
 from lorax_server.server.request_context import CLIENT_DISCONNECTED_STATUS, RequestContext
-from lorax_server.server.routes.adapters import TAG, delete_retired, transfer_pin
-from lorax_server.server.routes.openai import ERRORS
+from lorax_server.server.routes.adapters import OPENAPI_TAG, delete_retired, transfer_pin
+from lorax_server.server.routes.openai import ERROR_RESPONSES
 from lorax_server.server.schemas.openai import AdapterVersionList, VersionWeights
 from lorax_server.server.service import Service
 from lorax_server.types import AdapterRef, Resolved
@@ -54,13 +54,13 @@ WEIGHTS_BODY = {
 
 
 def make_router(service: Service) -> APIRouter:
-    router = APIRouter(tags=[TAG])
+    router = APIRouter(tags=[OPENAPI_TAG])
 
     @router.put(
         "/v1/adapters/{name:path}/weights",
         operation_id="update_adapter",
         response_model=AdapterVersionList,
-        responses=ERRORS,
+        responses=ERROR_RESPONSES,
         openapi_extra={"requestBody": WEIGHTS_BODY},
     )
     async def update(
@@ -94,7 +94,7 @@ def make_router(service: Service) -> APIRouter:
         "/v1/adapters/{name:path}/versions",
         operation_id="list_adapter_versions",
         response_model=AdapterVersionList,
-        responses=ERRORS,
+        responses=ERROR_RESPONSES,
     )
     async def list_versions(request: Request, name: str) -> Response:
         """List the versions of an adapter with uploaded weights."""
@@ -105,7 +105,7 @@ def make_router(service: Service) -> APIRouter:
         "/v1/adapters/{name:path}/versions",
         operation_id="select_adapter_version",
         response_model=AdapterVersionList,
-        responses=ERRORS,
+        responses=ERROR_RESPONSES,
     )
     async def select(request: Request, name: str, body: VersionWeights) -> Response:
         """Select the version for new requests, or divide new requests among versions."""
