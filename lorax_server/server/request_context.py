@@ -251,7 +251,7 @@ class RequestContext:
     def record_identities(self, models: Sequence[ResolvedModel]) -> None:
         """Record the resolved adapters of a request for several models."""
         if len(models) > 1:
-            self._adapter_tier = ""
+            self._adapter_tier, self.lookup.version = "", None
             self.record.identity = ",".join([each.adapter.identity for each in models if each.adapter.identity])
 
     async def prepare(self, model: ResolvedModel, prompt: Prompt, options: RequestOptions) -> list[RemoteGeneration]:
