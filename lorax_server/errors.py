@@ -39,9 +39,9 @@ class LoraxError(Exception):
 
     def for_requests(self, *request_ids: int) -> "LoraxError":
         """Return a copy of the error for these requests, with the request IDs in its message."""
-        named = type(self)(f"request {', '.join(map(str, request_ids))}: {self}")
-        named.request_ids = request_ids
-        return named
+        error = type(self)(f"request {', '.join(map(str, request_ids))}: {self}")
+        error.request_ids = request_ids
+        return error
 
 
 class ConfigError(LoraxError):

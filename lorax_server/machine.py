@@ -87,8 +87,8 @@ def _cgroup_folders() -> set[Path]:
     for line in lines:  # each line is number:controllers:/path
         _, controllers, path = line.split(":", 2)
         if controllers in ("", "memory"):
-            own = (CGROUP_ROOT / controllers).joinpath(path.lstrip("/"))
-            folders |= {own, *(folder for folder in own.parents if folder.is_relative_to(CGROUP_ROOT))}
+            own_folder = (CGROUP_ROOT / controllers).joinpath(path.lstrip("/"))
+            folders |= {own_folder, *(folder for folder in own_folder.parents if folder.is_relative_to(CGROUP_ROOT))}
     return folders
 
 

@@ -115,8 +115,8 @@ def read_header(path: Path, name: str, stamp: Stamp | None = None) -> dict[str, 
         raise AdapterError(f"{label}: {path.name} has invalid metadata")
     if not header:
         raise AdapterError(f"{label}: {path.name} has no tensors")
-    if (needed := 8 + length + _find_data_end(header)) > size:
-        raise AdapterError(f"{label}: {path.name}: {describe_truncation(size, needed)}")
+    if (needed_bytes := 8 + length + _find_data_end(header)) > size:
+        raise AdapterError(f"{label}: {path.name}: {describe_truncation(size, needed_bytes)}")
     tensors = {key: _parse_tensor_info(name, key, value, 8 + length, size) for key, value in header.items()}
     _check_layout(name, tensors, 8 + length, size)
     return tensors
@@ -198,12 +198,12 @@ def assign_tensors(
 
 def find_projections(keys: Iterable[str], name: str) -> dict[str, str]:
     """Return the keys of VeRA's shared matrices "A" and "B", if the file contains them."""
-    found: dict[str, str] = {}
+    projections: dict[str, str] = {}
     for key in sorted(keys):
         match = PROJECTION_KEY.fullmatch(key)
-        if match is not None and found.setdefault(match[1], key) != key:
-            raise AdapterError(f"adapter {name!r}: tensors {found[match[1]]!r} and {key!r} are duplicates")
-    return found
+        if match is not None and projections.setdefault(match[1], key) != key:
+            raise AdapterError(f"adapter {name!r}: tensors {projections[match[1]]!r} and {key!r} are duplicates")
+    return projections
 
 
 def _is_modules_to_save_key(key: str) -> bool:

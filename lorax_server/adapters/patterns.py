@@ -60,8 +60,8 @@ class PatternMatcher:
             raise self._error(pattern, f"is not a valid regular expression: {error}") from error
 
     def _error(self, pattern: str, reason: str) -> AdapterError:
-        shown = pattern if len(pattern) <= 80 else f"{pattern[:77]}..."
-        return AdapterError(f"adapter {self._adapter_id!r}: pattern {shown!r} {reason}")
+        short_pattern = pattern if len(pattern) <= 80 else f"{pattern[:77]}..."
+        return AdapterError(f"adapter {self._adapter_id!r}: pattern {short_pattern!r} {reason}")
 
 
 def _count_nodes(node: Any) -> int:

@@ -148,7 +148,9 @@ def format_figures(figures: Mapping[str, Any]) -> str:
         f"({figures['generated_tokens']} generated, {figures['prompt_tokens']} of prompts)",
     ]
     for key, name in (("first_token_s", "first token"), ("per_token_s", "each further token"), ("total_s", "in all")):
-        shown = [f"{at} {'-' if value is None else f'{value * 1e3:.1f} ms'}" for at, value in figures[key].items()]
-        lines.append(f"{name:20}{'   '.join(shown)}")
+        quantile_texts = [
+            f"{at} {'-' if value is None else f'{value * 1e3:.1f} ms'}" for at, value in figures[key].items()
+        ]
+        lines.append(f"{name:20}{'   '.join(quantile_texts)}")
     lines += [f"failed {count} times: {reason}" for reason, count in figures["reasons"].items()]
     return "\n".join(lines)

@@ -337,22 +337,22 @@ def _list_adapters(api: ApiClient) -> dict[str, Any]:
     path = "/v1/adapters"
     while True:
         page = api.request(path)
-        listed = page.get("data") if isinstance(page, dict) else None
-        if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
+        adapters = page.get("data") if isinstance(page, dict) else None
+        if not isinstance(adapters, list) or not all(isinstance(item, dict) for item in adapters):
             raise LoraxError("the server's response contains no adapter list; is it a lorax server?")
-        joined = page | {"data": [*joined.get("data", []), *listed]}
+        joined = page | {"data": [*joined.get("data", []), *adapters]}
         if not page.get("next"):
             return joined
         path = f"/v1/adapters?{urlencode({'after': page['next']})}"
 
 
-def _format_table(listed: list[dict[str, Any]]) -> str:
-    if not listed:
+def _format_table(adapters: list[dict[str, Any]]) -> str:
+    if not adapters:
         return "no adapters"
-    rows = [TABLE_COLUMNS, *([_format_cell(name, item.get(name)) for name in TABLE_COLUMNS] for item in listed)]
+    rows = [TABLE_COLUMNS, *([_format_cell(name, item.get(name)) for name in TABLE_COLUMNS] for item in adapters)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    for item in listed:
+    for item in adapters:
         if item.get("error"):
             lines.append(f"{_format_cell('id', item.get('id'))}: {_format_line(item['error'])}")
     return "\n".join(lines)

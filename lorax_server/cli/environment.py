@@ -15,20 +15,23 @@ def check_packages(requirements: Iterable[str] | None = None) -> None:
     The error names the package, both versions and the command that repairs the environment. By default, the
     requirements of lorax_server are checked.
     """
-    wrong = []
+    mismatches = []
     for requirement in map(Requirement, _read_requirements() if requirements is None else requirements):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         try:
-            found = version(requirement.name)
+            installed_version = version(requirement.name)
         except PackageNotFoundError:
-            wrong.append((requirement, "is not installed"))
+            mismatches.append((requirement, "is not installed"))
             continue
-        if not requirement.specifier.contains(found, prereleases=True):
-            wrong.append((requirement, f"{found} is installed"))
-    if wrong:
-        problems = ", ".join(f"{needed.name} {found}, but {_format_versions(needed)}" for needed, found in wrong)
-        packages = " ".join(quote(f"{needed.name}{needed.specifier}") for needed, _ in wrong)
+        if not requirement.specifier.contains(installed_version, prereleases=True):
+            mismatches.append((requirement, f"{installed_version} is installed"))
+    if mismatches:
+        problems = ", ".join(
+            f"{needed.name} {installed_version}, but {_format_versions(needed)}"
+            for needed, installed_version in mismatches
+        )
+        packages = " ".join(quote(f"{needed.name}{needed.specifier}") for needed, _ in mismatches)
         raise ConfigError(
             f"{problems}; another package may have changed this environment (lorax-client does, unless it is "
             f"installed with --no-deps); repair it with: pip install {packages}"

@@ -76,9 +76,11 @@ class Flag:
         if self.name == "--env":  # ENV is often set for other purposes
             return ()
         prefix = "LORAX_" * self.has_env_prefix
-        own, *aliases = (prefix + _make_key(name).upper() for name in (self.name, *self.aliases))
+        variable, *aliases = (prefix + _make_key(name).upper() for name in (self.name, *self.aliases))
         return (
-            (own, VARIABLE_BY_SETTING[self.field], *aliases) if self.field in VARIABLE_BY_SETTING else (own, *aliases)
+            (variable, VARIABLE_BY_SETTING[self.field], *aliases)
+            if self.field in VARIABLE_BY_SETTING
+            else (variable, *aliases)
         )
 
     def convert(self, text: str, origin: str) -> Any:
@@ -87,8 +89,8 @@ class Flag:
         try:
             value = kind.convert(text)
         except (ValueError, OverflowError, KeyError):
-            shown = "the value" if self.is_secret else repr(text[:100])
-            raise ConfigError(f"{origin}: {shown} is not {kind.expected}") from None
+            shown_value = "the value" if self.is_secret else repr(text[:100])
+            raise ConfigError(f"{origin}: {shown_value} is not {kind.expected}") from None
         if not self.choices:
             return value
         value = LOG_LEVEL_ALIASES.get(text.lower(), text.lower())
@@ -295,8 +297,8 @@ def build_parser(command: str) -> Parser:
 
 
 def _add_flag(group: Any, flag: Flag, command: str) -> None:
-    own = LAUNCHER_DEFAULTS.get(flag.key) if command == "launcher" else None
-    default = _format_default("", own) or DEFAULT_DESCRIPTIONS.get(flag.key) or flag.default
+    launcher_default = LAUNCHER_DEFAULTS.get(flag.key) if command == "launcher" else None
+    default = _format_default("", launcher_default) or DEFAULT_DESCRIPTIONS.get(flag.key) or flag.default
     notes = [f" (default: {default})"] * bool(default) + [f" [{name}]" for name in flag.variables[:1]]
     text = argparse.SUPPRESS if flag.ignored_reason else (flag.help + "".join(notes)).replace("%", "%%")
     optional = {"nargs": "?", "const": "true"} if flag.kind == "switch" or flag.ignored_reason else {}

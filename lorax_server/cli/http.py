@@ -120,8 +120,8 @@ def _parse_json(content: bytes) -> Any:
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
-        shown = content[:80].decode(errors="replace")
-        raise LoraxError(f"the server's response is not JSON: {shown!r}; is it a lorax server?") from error
+        start = content[:80].decode(errors="replace")
+        raise LoraxError(f"the server's response is not JSON: {start!r}; is it a lorax server?") from error
 
 
 def _make_error(status: int, content: bytes) -> LoraxError:

@@ -14,9 +14,13 @@ DIGEST_BYTES = hashlib.sha256().digest_size
 
 def cache_folder(name: str) -> Path:
     """Return the cache folder `name` in `LORAX_CACHE` or in the user's cache directory."""
-    given = os.environ.get(CACHE_VARIABLE)
+    configured_folder = os.environ.get(CACHE_VARIABLE)
     try:
-        root = Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lorax"
+        root = (
+            Path(configured_folder)
+            if configured_folder
+            else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lorax"
+        )
     except RuntimeError:  # the user has no home directory
         root = Path(os.devnull)  # so that reads and writes fail
     return root / name

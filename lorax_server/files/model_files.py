@@ -70,10 +70,10 @@ def find_truncation(path: Path) -> str | None:
             file.seek(8)
             text = file.read(min(length, size))
         entries = [entry for name, entry in json.loads(text).items() if name != "__metadata__"]
-        needed = 8 + length + max((int(entry["data_offsets"][1]) for entry in entries), default=0)
+        needed_bytes = 8 + length + max((int(entry["data_offsets"][1]) for entry in entries), default=0)
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
         return None
-    return describe_truncation(size, needed) if size < needed else None
+    return describe_truncation(size, needed_bytes) if size < needed_bytes else None
 
 
 def find_header_truncation(start: bytes, size: int, max_header_bytes: int) -> str | None:
@@ -89,5 +89,5 @@ def find_header_truncation(start: bytes, size: int, max_header_bytes: int) -> st
     return describe_truncation(size, 8 + length) if size - 8 < length <= max_header_bytes else None
 
 
-def describe_truncation(size: int, needed: int) -> str:
-    return f"the file has {size} bytes, but its header needs {needed}; was the copy interrupted?"
+def describe_truncation(size: int, needed_bytes: int) -> str:
+    return f"the file has {size} bytes, but its header needs {needed_bytes}; was the copy interrupted?"

@@ -71,18 +71,18 @@ class StoppingCriteria:
             last_text = ""
         elif reason is FinishReason.STOP_SEQUENCE and not self.params.include_stop:
             last_text = pending_text = ""
-        shown, stopped = self._append_text(last_text) if self._matchers else (last_text, False)
+        shown_text, stopped = self._append_text(last_text) if self._matchers else (last_text, False)
         if stopped:
             reason = FinishReason.STOP_SEQUENCE
         elif reason is None and self.current_tokens == self.params.max_new_tokens:
             reason = FinishReason.LENGTH
         if reason is not None and not stopped:
             more, stopped = self._append_text(pending_text)  # pending text may complete a stop string
-            shown += more + self._held
+            shown_text += more + self._held
             reason = FinishReason.STOP_SEQUENCE if stopped else reason
-        self.new_text, self.finish_reason = shown, reason
-        self._shown.append(shown)
-        self._num_shown += len(shown)
+        self.new_text, self.finish_reason = shown_text, reason
+        self._shown.append(shown_text)
+        self._num_shown += len(shown_text)
         return reason is not None, reason
 
     def _append_text(self, text: str) -> tuple[str, bool]:

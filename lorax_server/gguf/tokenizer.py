@@ -84,12 +84,12 @@ def make_tokenizer(file: GGUFFile) -> GGUFTokenizer:
     model = file.require("tokenizer.ggml.model", str)
     if model not in ("gpt2", "llama"):
         raise ConfigError(f"{file.path}: tokenizer {model[:40]!r} is not supported; use gpt2 or llama")
-    named = dict(_read_special_tokens(file, tokens))
+    special_tokens = dict(_read_special_tokens(file, tokens))
     try:
         if model == "gpt2":
             backend, adds_bos = _make_byte_level(file, tokens)
         else:
-            backend, adds_bos = _make_sentencepiece(file, tokens, named.get("unk_token")), True
+            backend, adds_bos = _make_sentencepiece(file, tokens, special_tokens.get("unk_token")), True
     except ConfigError:
         raise
     except Exception as error:  # `tokenizers` raises plain exceptions for invalid vocabularies
@@ -101,8 +101,12 @@ def make_tokenizer(file: GGUFFile) -> GGUFTokenizer:
             if kind in (CONTROL_TOKEN, USER_DEFINED_TOKEN) and token
         ]
     )
-    _add_template(file, backend, named, adds_bos)
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", **named, "chat_template": _read_chat_templates(file)}
+    _add_template(file, backend, special_tokens, adds_bos)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **special_tokens,
+        "chat_template": _read_chat_templates(file),
+    }
     ends = [file.get(f"tokenizer.ggml.{key}_token_id", int) for key in EOS_TOKEN_KEYS]
     ends += [
         token_id
@@ -122,13 +126,13 @@ def _read_special_tokens(file: GGUFFile, tokens: list[str]) -> Iterator[tuple[st
         yield name, tokens[token_id]
 
 
-def _add_template(file: GGUFFile, backend: Tokenizer, named: Mapping[str, str], adds_bos: bool) -> None:
+def _add_template(file: GGUFFile, backend: Tokenizer, special_tokens: Mapping[str, str], adds_bos: bool) -> None:
     """Configure the tokenizer to add BOS and EOS tokens."""
     flags = {"bos_token": adds_bos, "eos_token": False}
     added = []
     for name, default in flags.items():
         flag = file.get(f"tokenizer.ggml.add_{name}", bool)
-        added.append(named.get(name) if (default if flag is None else flag) else None)
+        added.append(special_tokens.get(name) if (default if flag is None else flag) else None)
     before, after = added
     if before is None and after is None:
         return
@@ -138,11 +142,11 @@ def _add_template(file: GGUFFile, backend: Tokenizer, named: Mapping[str, str], 
 
 
 def _read_chat_templates(file: GGUFFile) -> list[dict[str, str]]:
-    named = {
+    named_templates = {
         name: file.get(f"tokenizer.chat_template.{name}", str)
         for name in file.get_list("tokenizer.chat_templates", str)
     }
-    templates = {"default": file.get("tokenizer.chat_template", str), **named}
+    templates = {"default": file.get("tokenizer.chat_template", str), **named_templates}
     return [{"name": name, "template": template} for name, template in templates.items() if template is not None]
 
 
@@ -213,8 +217,8 @@ def _derive_merges(ranks: Mapping[str, float]) -> list[tuple[str, str]]:
     merges = []
     for token, rank in ranks.items():
         pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
-        found = [pair for pair in pairs if pair[0] in ids and pair[1] in ids]
-        found.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
-        merges += [(rank, len(left), len(right), left, right) for left, right in found]
+        splits = [pair for pair in pairs if pair[0] in ids and pair[1] in ids]
+        splits.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+        merges += [(rank, len(left), len(right), left, right) for left, right in splits]
     merges.sort(key=itemgetter(0, 1, 2), reverse=True)
     return [(left, right) for *_, left, right in merges]

@@ -74,8 +74,8 @@ class BlockPanels(StoredMatrix):
         numbers = rows.flatten() + self.start
         first, width = torch.div(numbers, self.format.width, rounding_mode="floor"), self.format.width
         wide = replace(self, panels=self.panels[first], start=0, stop=len(numbers) * width).to_blocks()
-        found = wide.select_rows(torch.arange(len(numbers)) * width + numbers % width)
-        return found.read().view(*rows.shape, self.shape[1])
+        selected = wide.select_rows(torch.arange(len(numbers)) * width + numbers % width)
+        return selected.read().view(*rows.shape, self.shape[1])
 
     def read(self) -> torch.Tensor:
         return self.to_blocks().read()

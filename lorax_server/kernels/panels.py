@@ -51,8 +51,8 @@ class PanelMatrix(StoredMatrix):
     def look_up_rows(self, rows: torch.Tensor) -> torch.Tensor:
         self.check_rows(rows)
         rows, width = rows + self.start, self.panels.shape[2]
-        found: torch.Tensor = self.panels[rows // width, :, rows % width]
-        return found.flatten(rows.dim())[..., : self.inputs].to(self.dtype)
+        selected: torch.Tensor = self.panels[rows // width, :, rows % width]
+        return selected.flatten(rows.dim())[..., : self.inputs].to(self.dtype)
 
     def read(self) -> torch.Tensor:
         width = self.panels.shape[2]

@@ -240,9 +240,10 @@ def adapt_embedding(out: torch.Tensor, ids: torch.Tensor, lora: LoraBatch, targe
             out[tokens] = torch.where(has_row[:, None], rows[position], out[tokens])
         rank = fields[Field.RANK]
         if rank and num_held:  # small vocabularies can leave a rank without tokens
-            held = (local >= 0) & (local < num_held)
+            is_local = (local >= 0) & (local < num_held)
             low_rank = (
-                F.embedding(local.where(held, 0), _buffer_matrix(lora, fields[Field.A], num_held, rank)) * held[:, None]
+                F.embedding(local.where(is_local, 0), _buffer_matrix(lora, fields[Field.A], num_held, rank))
+                * is_local[:, None]
             )
             low_rank = (low_rank * lora.scales[adapter, target.index]).to(out.dtype)
             out[tokens] += low_rank @ _buffer_matrix(lora, fields[Field.B], rank, width)

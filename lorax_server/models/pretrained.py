@@ -145,8 +145,8 @@ def max_positions(config: Any) -> int:
     original length. Requests must not affect each other, so the original length is the limit.
     """
     text = config.get_text_config(decoder=True)
-    named = [getattr(text, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len")]
-    limits = [limit for limit in named if isinstance(limit, int) and limit > 0][:1]
+    limits_by_field = [getattr(text, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len")]
+    limits = [limit for limit in limits_by_field if isinstance(limit, int) and limit > 0][:1]
     for rope in _rope_parameters(text):
         if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE:
             field = "original_max_position_embeddings"

@@ -75,10 +75,10 @@ def load_model(
     ops, process_group = ops or select_ops(device), process_group or FakeGroup()
     dtype = _choose_dtype(settings, config, ops)
     bits = settings.weight_bits
-    needed = estimate_bytes(settings.path, dtype, device, bits) // process_group.size()
-    free = needed if is_host(device) else _get_free_bytes(device)
-    if needed > free:
-        raise _weights_memory_error(device, needed, free)
+    needed_bytes = estimate_bytes(settings.path, dtype, device, bits) // process_group.size()
+    free = needed_bytes if is_host(device) else _get_free_bytes(device)
+    if needed_bytes > free:
+        raise _weights_memory_error(device, needed_bytes, free)
     try:
         with open_weights(
             settings.path,
@@ -86,7 +86,7 @@ def load_model(
             dtype=dtype,
             process_group=process_group,
             ops=ops,
-            progress=LoadProgress(needed),
+            progress=LoadProgress(needed_bytes),
             quantize_bits=bits,
         ) as weights:
             model = build(weights)
@@ -94,7 +94,7 @@ def load_model(
             model.weight_format = weights.quantized_format
             return model
     except torch.OutOfMemoryError as error:
-        raise _weights_memory_error(device, needed, free) from error
+        raise _weights_memory_error(device, needed_bytes, free) from error
 
 
 def build_model(config: Any, weights: Weights) -> PagedCausalLM:
@@ -190,9 +190,9 @@ def _get_free_bytes(device: torch.device) -> int:
     return free
 
 
-def _weights_memory_error(device: torch.device, needed: int, free: int) -> ConfigError:
+def _weights_memory_error(device: torch.device, needed_bytes: int, free_bytes: int) -> ConfigError:
     return ConfigError(
-        f"the model weights need about {needed} bytes, but only {free} of "
+        f"the model weights need about {needed_bytes} bytes, but only {free_bytes} of "
         f"{torch.cuda.get_device_properties(device).total_memory} bytes on {device} are free; use a larger GPU, a "
         "smaller dtype, or several GPUs with tensor_parallel"
     )

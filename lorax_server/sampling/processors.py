@@ -11,10 +11,10 @@ NEG_INF = float("-inf")
 TOP_P_SEARCH_TOKENS = 1024  # candidates per row to try before a full sort
 
 
-def penalize_repetition(scores: torch.Tensor, seen: torch.Tensor, penalty: torch.Tensor) -> torch.Tensor:
-    """Make `seen` tokens less likely: divide positive scores and multiply negative scores by `penalty`."""
+def penalize_repetition(scores: torch.Tensor, is_seen: torch.Tensor, penalty: torch.Tensor) -> torch.Tensor:
+    """Make `is_seen` tokens less likely: divide positive scores and multiply negative scores by `penalty`."""
     penalized = torch.where(scores < 0, scores * penalty[:, None], scores / penalty[:, None])
-    return scores.copy_(torch.where(seen, penalized, scores))
+    return scores.copy_(torch.where(is_seen, penalized, scores))
 
 
 def penalize_counts(
@@ -91,8 +91,8 @@ def keep_typical_p(scores: torch.Tensor, typical_p: torch.Tensor) -> torch.Tenso
 def draw_tokens(scores: torch.Tensor, uniform_samples: torch.Tensor) -> torch.Tensor:
     """Return the first token per row whose cumulative probability exceeds `uniform_samples` (float64)."""
     summed = scores.softmax(-1).cumsum(-1, dtype=torch.float64)
-    drawn = (uniform_samples * summed[:, -1])[:, None]
-    return torch.searchsorted(summed, drawn, right=True).squeeze(-1).clamp(max=scores.shape[-1] - 1)
+    thresholds = (uniform_samples * summed[:, -1])[:, None]
+    return torch.searchsorted(summed, thresholds, right=True).squeeze(-1).clamp(max=scores.shape[-1] - 1)
 
 
 def make_sortable(scores: torch.Tensor) -> torch.Tensor:

@@ -117,12 +117,12 @@ class Sampler:
         groups = []
         for method in dict.fromkeys(methods) or [_Method.GENERAL]:
             rows = [row for row, row_method in enumerate(methods) if row_method is method]
-            own = [self._sequence_sampling[row] for row in rows]
+            row_sampling = [self._sequence_sampling[row] for row in rows]
             sampler: TopKSampler | GeneralSampler | None = None
             if method is _Method.TOP_K:
-                sampler = TopKSampler(own, self._vocab_size, self._ops)
+                sampler = TopKSampler(row_sampling, self._vocab_size, self._ops)
             elif method is _Method.GENERAL:
-                sampler = GeneralSampler(own, self._vocab_size)
+                sampler = GeneralSampler(row_sampling, self._vocab_size)
             groups.append(_MethodGroup(method, rows, torch.tensor(rows, dtype=torch.int64), sampler))
         return groups
 

@@ -268,12 +268,12 @@ class Ingress:
 
 def _make_socket(address: tuple[Any, ...]) -> socket.socket:
     family, kind, protocol, *_ = address
-    made = socket.socket(family, kind, protocol)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    client_socket = socket.socket(family, kind, protocol)
+    client_socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEP_ALIVE_OPTIONS.items():
         if hasattr(socket, name):
-            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    return made
+            client_socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return client_socket
 
 
 def _raw_path(request: Request) -> str:

@@ -119,6 +119,6 @@ class ServerProcess:
 def find_port(host: str) -> int:
     """Return a free port. If another process binds it first, the server fails to start and Ray restarts the replica."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as found:
-        found.bind((host, 0))
-        return int(found.getsockname()[1])
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

@@ -50,7 +50,7 @@ class Tokenizers:
             DaemonThreads("long-texts", 1),
             DaemonThreads("adapter-long-texts", 1),
         )
-        # The base model's template is trusted, so a slow render does not reject it (`reject_s=0`).
+        # The base model's template is trusted, so a slow render does not reject it (`rejected_ttl_s=0`).
         self._renderer = TemplateRenderer(self._sandbox, rejected_ttl_s=0)
         self._adapter_renderer = TemplateRenderer(self._sandbox)
 

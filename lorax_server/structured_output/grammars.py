@@ -127,12 +127,12 @@ def _convert_gbnf(text: str) -> str:
 def _check_rules(grammar: str) -> None:
     """Reject a Lark grammar with too many rules and groups, or with a JSON schema that is nested too deeply."""
     num_rules, position = 0, 0
-    while (found := LARK_TOKEN_PATTERN.search(grammar, position)) is not None:
-        position = found.end()
-        num_rules += found.lastgroup == "rule"
+    while (match := LARK_TOKEN_PATTERN.search(grammar, position)) is not None:
+        position = match.end()
+        num_rules += match.lastgroup == "rule"
         if num_rules > MAX_RULES:
             raise InputError(f"the grammar has more than {MAX_RULES} rules and groups; make it smaller")
-        if found.lastgroup == "json":
+        if match.lastgroup == "json":
             try:
                 schema, position = JSON_DECODER.raw_decode(grammar, position)
             except (ValueError, RecursionError) as error:

@@ -78,17 +78,17 @@ class _Rewriter:
             known |= tags
         return True
 
-    def _add_tags(self, name: str, schema: Any, tags: set[str], seen: set[int]) -> bool:
+    def _add_tags(self, name: str, schema: Any, tags: set[str], visited_ids: set[int]) -> bool:
         """Add all values that a schema allows for a property. Return False if they are not known."""
-        found = self._resolve(schema)
-        if found is None or id(found) in seen:
+        resolved = self._resolve(schema)
+        if resolved is None or id(resolved) in visited_ids:
             return False
-        seen.add(id(found))
-        inner = next((found[word] for word in ("anyOf", "oneOf") if isinstance(found.get(word), list)), None)
+        visited_ids.add(id(resolved))
+        inner = next((resolved[word] for word in ("anyOf", "oneOf") if isinstance(resolved.get(word), list)), None)
         if inner is not None:
-            return all(self._add_tags(name, each, tags, seen) for each in inner)
-        properties, required = found.get("properties"), found.get("required")
-        if found.get("type") != "object" or not isinstance(properties, Mapping) or not isinstance(required, list):
+            return all(self._add_tags(name, each, tags, visited_ids) for each in inner)
+        properties, required = resolved.get("properties"), resolved.get("required")
+        if resolved.get("type") != "object" or not isinstance(properties, Mapping) or not isinstance(required, list):
             return False
         tag = self._resolve(properties.get(name)) or {}
         values = [tag["const"]] if "const" in tag else tag.get("enum")

@@ -66,9 +66,11 @@ class Vocabulary:
 
         If the adapter only adds tokens to this vocabulary, this vocabulary's tokenizer splits forced text.
         """
-        own = self.table
+        base_table = self.table
         is_extension = (
-            own is not None and table.lengths.startswith(own.lengths) and table.content.startswith(own.content)
+            base_table is not None
+            and table.lengths.startswith(base_table.lengths)
+            and table.content.startswith(base_table.content)
         )
         return Vocabulary.from_table(table, self.encode if is_extension else None)
 

@@ -34,7 +34,7 @@ class ChatTemplate:
 class TemplateRenderer:
     """Renders chat templates in a sandbox. Each renderer belongs to one event loop.
 
-    A template that exceeds its CPU time is rejected for `reject_s` seconds.
+    A template that exceeds its CPU time is rejected for `rejected_ttl_s` seconds.
     """
 
     def __init__(

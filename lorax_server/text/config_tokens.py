@@ -15,17 +15,17 @@ def add_config_tokens(backend: Tokenizer, config: Mapping[str, Any]) -> dict[str
     New tokens are assigned the next IDs. Existing tokens receive the config's flags.
     """
     added = read_added_tokens(config) or dict(sorted(backend.get_added_tokens_decoder().items()))
-    named, tokens = _read_named_tokens(config), list(added.values())
-    names = {_token_text(token) for token in named.values()}
+    named_tokens, tokens = _read_named_tokens(config), list(added.values())
+    names = {_token_text(token) for token in named_tokens.values()}
     present = {token.content for token in (*backend.get_added_tokens_decoder().values(), *tokens)}
-    for token in (*named.values(), *_read_extra_tokens(config)):
+    for token in (*named_tokens.values(), *_read_extra_tokens(config)):
         if _token_text(token) not in present:
             present.add(_token_text(token))
             tokens.append(AddedToken(token, special=True) if isinstance(token, str) else token)
     for token in tokens:
         token.special = token.special or token.content in names
     backend.add_tokens(tokens)
-    return {name: _token_text(token) for name, token in named.items()}
+    return {name: _token_text(token) for name, token in named_tokens.items()}
 
 
 def read_named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -44,13 +44,15 @@ def read_added_tokens(config: Mapping[str, Any]) -> dict[int, AddedToken]:
 
 
 def _read_named_tokens(config: Mapping[str, Any]) -> dict[str, str | AddedToken]:
-    named = {name: config[name] for name in STANDARD_TOKEN_NAMES if config.get(name) is not None}
-    own = {key: value for key, value in config.items() if key.endswith("_token") and key not in STANDARD_TOKEN_NAMES}
+    named_tokens = {name: config[name] for name in STANDARD_TOKEN_NAMES if config.get(name) is not None}
+    custom_tokens = {
+        key: value for key, value in config.items() if key.endswith("_token") and key not in STANDARD_TOKEN_NAMES
+    }
     for kind in (dict, str):  # new tokens get their ids in this order
-        named |= {key: value for key, value in own.items() if isinstance(value, kind)}
+        named_tokens |= {key: value for key, value in custom_tokens.items() if isinstance(value, kind)}
     extra = config.get("extra_special_tokens")
-    named |= extra if isinstance(extra, dict) else {}
-    return {name: _to_token(name, value) for name, value in named.items()}
+    named_tokens |= extra if isinstance(extra, dict) else {}
+    return {name: _to_token(name, value) for name, value in named_tokens.items()}
 
 
 def _read_extra_tokens(config: Mapping[str, Any]) -> list[str | AddedToken]:

@@ -75,9 +75,9 @@ def _check(file: GGUFFile, model_type: str) -> GGUFArchitecture:
 def _pair_factors(file: GGUFFile) -> dict[str, tuple[TensorEntry, TensorEntry]]:
     """Return a map from base model tensor name to LoRA A and B."""
     names = {name.removesuffix(suffix) for name in file.tensors for suffix in FACTOR_SUFFIXES if name.endswith(suffix)}
-    others = set(file.tensors) - {f"{name}{suffix}" for name in names for suffix in FACTOR_SUFFIXES}
-    if others:
-        raise AdapterError(f"{file.path}: tensor {min(others)!r} is not a LoRA factor, which is not supported")
+    other_tensors = set(file.tensors) - {f"{name}{suffix}" for name in names for suffix in FACTOR_SUFFIXES}
+    if other_tensors:
+        raise AdapterError(f"{file.path}: tensor {min(other_tensors)!r} is not a LoRA factor, which is not supported")
     pairs = {}
     for name in sorted(names):
         factors = [file.tensors.get(f"{name}{suffix}") for suffix in FACTOR_SUFFIXES]
@@ -102,14 +102,14 @@ def _make_config(file: GGUFFile, ranks: Mapping[str, int]) -> dict[str, Any]:
     """Return PEFT's config. As in llama.cpp, the scale is alpha / rank, or 1 if alpha is 0."""
     alpha = file.require("adapter.lora.alpha", float)
     rank = Counter(ranks.values()).most_common(1)[0][0]
-    others = {module: each for module, each in ranks.items() if each != rank}
+    rank_pattern = {module: each for module, each in ranks.items() if each != rank}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "r": rank,
         "lora_alpha": alpha or rank,
-        "rank_pattern": others,
-        "alpha_pattern": {} if alpha else others,
+        "rank_pattern": rank_pattern,
+        "alpha_pattern": {} if alpha else rank_pattern,
         "target_modules": sorted(ranks),
         "base_model_name_or_path": None,
     }

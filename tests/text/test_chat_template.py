@@ -377,7 +377,7 @@ def test_endless_template_is_killed_and_temporarily_rejected(single_worker: Sing
 
 @pytest.mark.slow
 def test_template_with_zero_reject_time_is_retried(single_worker: SingleWorkerRenderer) -> None:
-    """`reject_s` is 0 for the base model's template, because messages can make it slow."""
+    """`rejected_ttl_s` is 0 for the base model's template, because messages can make it slow."""
     source = template("{% if messages[0].content == 'loop' %}" + ENDLESS + "{% endif %}done")
     renderer = single_worker.make_renderer(PATIENT._replace(cpu_s=1.0), rejected_ttl_s=0)
     with pytest.raises(TemplateError, match="takes longer than"):

@@ -65,7 +65,7 @@ def load_sentencepiece(path: Path) -> Kind:
     """Convert a SentencePiece model file in the same way as transformers."""
     proto = import_protobuf().ModelProto()
     proto.ParseFromString(path.read_bytes())
-    pieces, prefix = proto.tokenize_with_spans, proto.normalizer_spec.add_dummy_prefix
+    pieces, prefix = proto.pieces, proto.normalizer_spec.add_dummy_prefix
     if proto.trainer_spec.model_type == proto.trainer_spec.BPE:
         vocab = {piece.piece: i for i, piece in enumerate(pieces)}
         merges = generate_merges(vocab, {piece.piece: piece.score for piece in pieces if piece.type == NORMAL})

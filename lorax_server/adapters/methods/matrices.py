@@ -93,8 +93,8 @@ def _compute_input_gram(target: AdapterTarget, pause: Pause) -> torch.Tensor:
 def _compute_output_gram(target: AdapterTarget, pause: Pause) -> torch.Tensor:
     gram = torch.zeros(target.outputs.size, target.outputs.size, dtype=torch.float64)
     for rows, matrix in _iterate_row_blocks(target, torch.float64, pause):
-        for others, other in _iterate_row_blocks(target, torch.float64, pause):
-            gram[rows, others] = matrix @ other.t()
+        for other_rows, other in _iterate_row_blocks(target, torch.float64, pause):
+            gram[rows, other_rows] = matrix @ other.t()
     return gram
 
 

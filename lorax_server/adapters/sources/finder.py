@@ -110,12 +110,12 @@ class AdapterFinder:
                     raise
                 failure = error  # a local folder may have changed concurrently
                 continue
-            found = self._identify(ref.name, fetched)
+            adapter = self._identify(ref.name, fetched)
             # The adapter may have moved to a root that is not watched.
-            if found is not None and self.sources.find_watched_paths(ref.source, ref.name) == paths:
-                files = {**folders, **found.files}
+            if adapter is not None and self.sources.find_watched_paths(ref.source, ref.name) == paths:
+                files = {**folders, **adapter.files}
                 settled = all(is_settled(stamp, started_ns) for stamp in files.values() if stamp is not None)
-                return replace(found, files=files, roots=roots, is_settled=settled)
+                return replace(adapter, files=files, roots=roots, is_settled=settled)
         raise failure
 
     def _check_config(self, key: RefKey, raw: Mapping[str, Any], base_model_type: FindBaseModelType) -> None:

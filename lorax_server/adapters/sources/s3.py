@@ -53,21 +53,21 @@ class S3Source(RemoteSource):
     def authorize(self, name: str, token: str | None) -> None:  # noqa: ARG002 - see the module's docstring
         """Raise an error if the adapter folder does not exist. All clients have access."""
         with self._convert_s3_errors(name):
-            listed = self._client.list_objects_v2(Bucket=self._bucket, Prefix=self._folder(name), MaxKeys=1)
-        if not listed.get("Contents"):
+            listing = self._client.list_objects_v2(Bucket=self._bucket, Prefix=self._folder(name), MaxKeys=1)
+        if not listing.get("Contents"):
             raise self._make_not_found_error(name)
 
     def find(self, name: str, token: str | None) -> AdapterFiles:  # noqa: ARG002
         folder = self._folder(name)
-        listed, subfolders = self._list_objects(folder, name)
-        if not listed:
+        listing, subfolders = self._list_objects(folder, name)
+        if not listing:
             raise self._make_not_found_error(name)
         if f"{TEMPLATES_FOLDER}/" in subfolders:
             templates, _ = self._list_objects(f"{folder}{TEMPLATES_FOLDER}/", name)
-            listed |= {f"{TEMPLATES_FOLDER}/{file}": item for file, item in templates.items()}
-        files = self._select_files(listed)
-        version = hashlib.sha256(repr([(file, *listed[file]) for file in files]).encode()).hexdigest()
-        sizes, etags = {file: listed[file][0] for file in files}, {file: listed[file][1] for file in files}
+            listing |= {f"{TEMPLATES_FOLDER}/{file}": item for file, item in templates.items()}
+        files = self._select_files(listing)
+        version = hashlib.sha256(repr([(file, *listing[file]) for file in files]).encode()).hexdigest()
+        sizes, etags = {file: listing[file][0] for file in files}, {file: listing[file][1] for file in files}
         return AdapterFiles(self.kind, name, version, sizes, etags)
 
     def _repo_folder(self, name: str) -> Path:
@@ -104,14 +104,14 @@ class S3Source(RemoteSource):
         pages = self._client.get_paginator("list_objects_v2").paginate(
             Bucket=self._bucket, Prefix=folder, Delimiter="/", PaginationConfig={"MaxItems": MAX_KEYS}
         )
-        listed: dict[str, tuple[int, str]] = {}
+        objects: dict[str, tuple[int, str]] = {}
         subfolders: set[str] = set()
         with self._convert_s3_errors(name):
             for page in islice(pages, MAX_PAGES):
                 items = page.get("Contents", ())
-                listed |= {item["Key"].removeprefix(folder): (item["Size"], item["ETag"]) for item in items}
+                objects |= {item["Key"].removeprefix(folder): (item["Size"], item["ETag"]) for item in items}
                 subfolders |= {item["Prefix"].removeprefix(folder) for item in page.get("CommonPrefixes", ())}
-        return listed, subfolders
+        return objects, subfolders
 
     def _folder(self, name: str) -> str:
         """Return the S3 key prefix for an adapter name."""

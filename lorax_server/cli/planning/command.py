@@ -126,9 +126,9 @@ def _add_flags(parser: Parser) -> None:
     machine.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(GPUS)}")
     for group, flags in zip(groups, NUMBER_FLAGS.values(), strict=True):
         for name, kind, minimum, maximum, default, text in flags:
-            shown = text if default is None or kind is parse_size else f"{text} (default: {default})"
+            help_text = text if default is None or kind is parse_size else f"{text} (default: {default})"
             number = _make_number_parser(kind, minimum, maximum)
-            group.add_argument(name, type=number, metavar=METAVAR_BY_TYPE[kind], default=default, help=shown)
+            group.add_argument(name, type=number, metavar=METAVAR_BY_TYPE[kind], default=default, help=help_text)
             if name in ALIASES:
                 key = name.lstrip("-").replace("-", "_")
                 group.add_argument(
@@ -157,16 +157,16 @@ def _make_number_parser(convert: Callable[[str], float], minimum: float, maximum
 
 
 def _read_model(args: Namespace) -> ModelSizes:
-    given = {name: getattr(args, name) for name in MODEL_SIZE_FIELDS if getattr(args, name) is not None}
+    size_fields = {name: getattr(args, name) for name in MODEL_SIZE_FIELDS if getattr(args, name) is not None}
     if args.model is not None:
-        if given:
-            raise ConfigError(f"--model already defines the model sizes; omit {_format_flags(given)}")
+        if size_fields:
+            raise ConfigError(f"--model already defines the model sizes; omit {_format_flags(size_fields)}")
         return read_sizes(args.model.expanduser())
-    missing = [name for name in REQUIRED_SIZE_FLAGS if name not in given]
+    missing = [name for name in REQUIRED_SIZE_FLAGS if name not in size_fields]
     if missing:
-        hint = f"or add {_format_flags(missing)}" if given else "or all Llama model sizes"
+        hint = f"or add {_format_flags(missing)}" if size_fields else "or all Llama model sizes"
         raise ConfigError(f"set --model to a model folder or config.json, {hint}")
-    return make_llama_sizes({MODEL_SIZE_FIELDS[name]: value for name, value in given.items()})
+    return make_llama_sizes({MODEL_SIZE_FIELDS[name]: value for name, value in size_fields.items()})
 
 
 def _format_flags(names: Iterable[str]) -> str:
@@ -174,13 +174,15 @@ def _format_flags(names: Iterable[str]) -> str:
 
 
 def _read_gpu(args: Namespace) -> Gpu:
-    given = (args.gpu_memory, args.gpu_bandwidth, args.gpu_tflops)
-    if args.gpu is None and None in given:
+    gpu_figures = (args.gpu_memory, args.gpu_bandwidth, args.gpu_tflops)
+    if args.gpu is None and None in gpu_figures:
         raise ConfigError("set --gpu to a GPU name, or set all of --gpu-memory, --gpu-bandwidth and --gpu-tflops")
-    known = find_gpu(args.gpu) if args.gpu else Gpu("GPU", 0, 0, 0)
+    known_gpu = find_gpu(args.gpu) if args.gpu else Gpu("GPU", 0, 0, 0)
     units = (1, 1e9, 1e12)
-    figures = [old if new is None else new * unit for old, new, unit in zip(known[1:], given, units, strict=True)]
-    return Gpu(known.name, *figures)
+    figures = [
+        old if new is None else new * unit for old, new, unit in zip(known_gpu[1:], gpu_figures, units, strict=True)
+    ]
+    return Gpu(known_gpu.name, *figures)
 
 
 def _read_mix(args: Namespace, sizes: ModelSizes) -> AdapterMix:
@@ -224,7 +226,7 @@ replicas      {replicas:,} for {wanted:g} requests/s, at {used:.0%} utilization 
 
 def format_plan(figures: dict[str, Any], gpu_memory_fraction: float) -> str:
     """Return the report text: memory use, performance and bottleneck of a replica, and the number of replicas."""
-    memory, replica, wanted = figures["memory"], figures["replica"], figures["traffic"]["requests_per_s"]
+    memory, replica, requests_per_s = figures["memory"], figures["replica"], figures["traffic"]["requests_per_s"]
     return REPORT_TEMPLATE.format(
         **replica,
         **{name: format_gb(memory[name]) for name in ("total", "weights", "adapters", "steps", "cache")},
@@ -238,8 +240,8 @@ def format_plan(figures: dict[str, Any], gpu_memory_fraction: float) -> str:
         limit_reason=LIMIT_REASONS[replica["limit"]] + PREFILL_BOUND_NOTE * replica["is_busy_with_prompts"],
         replicas=figures["replicas"],
         max_utilization=figures["max_utilization"],
-        wanted=wanted,
-        used=wanted / (figures["replicas"] * replica["requests_per_s"]),
+        wanted=requests_per_s,
+        used=requests_per_s / (figures["replicas"] * replica["requests_per_s"]),
     )
 
 

@@ -70,13 +70,13 @@ ADAPTER_STEP_TIMES = ((1, 4.26), (16, 4.70), (64, 6.84), (256, 15.95))
 def find_gpu(name: str) -> Gpu:
     """Find a GPU by name. Case and a vendor prefix are ignored."""
     key = name.lower().removeprefix("nvidia").strip(" -").replace(" ", "-")
-    found = next((gpu for gpu in GPUS.values() if gpu.name.lower() == key), None)
-    if found is None:
+    match = next((gpu for gpu in GPUS.values() if gpu.name.lower() == key), None)
+    if match is None:
         raise ConfigError(
             f"--gpu {name[:100]!r} is unknown; known GPUs are {', '.join(GPUS)}. For other GPUs, set --gpu-memory, "
             "--gpu-bandwidth and --gpu-tflops"
         )
-    return found
+    return match
 
 
 def decode_step_ms(
@@ -96,10 +96,10 @@ def decode_step_ms(
         batch_size * (MEASURED_GPU.flops_per_s / MEASURED_GPU.bytes_per_s) / (gpu.flops_per_s / gpu.bytes_per_s)
     )
     points = _excess_ratios(has_adapters=bytes_read["adapters"] > 0)
-    single, weights = points[0][1], parts["weights"]
+    single_ms, weights = points[0][1], parts["weights"]
     # The excess at batch size 1 scales with layers (launches) or weights (bandwidth); assume the larger.
-    least = max(weights, layers / MEASURED_LAYERS * read_ms(MEASURED_GPU, MEASURED_WEIGHT_BYTES)) * single
-    excess = least + weights * (_interpolate(points, equivalent) - single)
+    least = max(weights, layers / MEASURED_LAYERS * read_ms(MEASURED_GPU, MEASURED_WEIGHT_BYTES)) * single_ms
+    excess = least + weights * (_interpolate(points, equivalent) - single_ms)
     return parts | {"excess": max(excess, scheduling - sum(parts.values()))}
 
 

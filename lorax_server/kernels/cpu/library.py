@@ -48,7 +48,7 @@ class Library:
         differ.
         """
         _check_digest(native, name)
-        check_abi(lambda what: (ctypes.c_char_p.in_dll(native, f"declaration_{what}_{name}").value or b"").decode())
+        check_abi(lambda symbol: (ctypes.c_char_p.in_dll(native, f"declaration_{symbol}_{name}").value or b"").decode())
         for op, types in ARGUMENT_TYPES.items():
             setattr(self, op, _make_function(_read_address(native, f"guarded_{op}_{name}"), types))
         # op -> address of the function that a graph calls.
@@ -119,12 +119,12 @@ def _read_address(native: ctypes.CDLL, name: str) -> int:
 
 def _load_torch_openmp() -> ctypes.CDLL:
     """Load torch's OpenMP globally. The native library reads the number of threads from it."""
-    found = [path for path in _loaded_libraries() if os.path.basename(path).startswith(OPENMP_PREFIXES)]
-    if not found:
+    paths = [path for path in _loaded_libraries() if os.path.basename(path).startswith(OPENMP_PREFIXES)]
+    if not paths:
         raise LibraryUnavailableError("torch has no OpenMP library, which sets the number of threads")
     torch_folder = str(Path(torch.__file__).parent)  # the library is in torch/ or in torch.libs/
-    bundled = [path for path in found if path.startswith(torch_folder)]
-    return ctypes.CDLL((bundled or found)[0], mode=ctypes.RTLD_GLOBAL)
+    bundled = [path for path in paths if path.startswith(torch_folder)]
+    return ctypes.CDLL((bundled or paths)[0], mode=ctypes.RTLD_GLOBAL)
 
 
 def _loaded_libraries() -> list[str]:

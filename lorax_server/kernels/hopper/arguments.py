@@ -157,4 +157,4 @@ def _write_assertions(name: str, size: int, field_offsets: dict[str, int]) -> st
     offsets = {f"__INTADDR__(&(({name}*)0)->{field})": field_offset for field, field_offset in field_offsets.items()}
     checks = {f"sizeof({name})": size, **offsets}
     reason = f"Python has another layout of {name}"
-    return "\n".join(f'static_assert({found} == {expected}, "{reason}");' for found, expected in checks.items())
+    return "\n".join(f'static_assert({actual} == {expected}, "{reason}");' for actual, expected in checks.items())

@@ -83,7 +83,7 @@ class DecodeVariant:
         arguments = f"{CUDA_TYPES[self.dtype]}, {float8}, {self.head_dim}, {self.tiles}, {self.stages}"
         call = write_kernel(f"DECODE_THREADS, {self.blocks_per_sm}", DecodeArgs, f"decode<{arguments}>(p);")
         sizes = {f"DecodeBlock<{arguments}>::BYTES": self.shared_bytes, "sizeof(Entry)": ENTRY_BYTES}
-        check = "\n".join(f"static_assert({found} == {expected});" for found, expected in sizes.items())
+        check = "\n".join(f"static_assert({actual} == {expected});" for actual, expected in sizes.items())
         return "\n".join((*map(read_source, SOURCES), check, call))
 
 
@@ -209,13 +209,13 @@ class DecodeAttention:
             _next_power_of_two(num_places),
             _next_power_of_two(num_counters),
         )
-        made = _Scratch(
+        new_scratch = _Scratch(
             torch.empty(num_places * head_dim, dtype=torch.float32, device=device),
             torch.empty(2 * num_places, dtype=torch.float32, device=device),
             torch.zeros(num_counters, dtype=torch.int32, device=device),
         )
-        self._scratch.append(made)
-        return made
+        self._scratch.append(new_scratch)
+        return new_scratch
 
 
 def _make_args(

@@ -28,8 +28,8 @@ def _load_measured_settings() -> dict[str, dict[str, list[int]]]:
 
 def find_setting(inputs: int, outputs: int, height: int, num_sms: int) -> LinearLaunchSetting:
     """Return the measured settings for a layer, or estimated settings if this shape was not measured."""
-    known = _load_measured_settings().get(f"{num_sms}", {}).get(f"{inputs} {outputs} {height}")
-    setting = LinearLaunchSetting(*known) if known else estimate_setting(outputs, height, num_sms)
+    measured = _load_measured_settings().get(f"{num_sms}", {}).get(f"{inputs} {outputs} {height}")
+    setting = LinearLaunchSetting(*measured) if measured else estimate_setting(outputs, height, num_sms)
     assert setting.lora_blocks % setting.cluster == 0, "lora_blocks must be a multiple of the cluster size"
     return setting
 

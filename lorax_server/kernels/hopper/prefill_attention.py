@@ -176,12 +176,12 @@ def _cached_map(
 ) -> _TensorMap:
     """Return the tensor map for `tensor`, cached by address."""
     address = tensor.data_ptr()
-    found = maps.get(address)
-    if found is None:
+    cached = maps.get(address)
+    if cached is None:
         if len(maps) >= MAX_MAPS_PER_SHAPE:
             maps.clear()
-        found = maps[address] = _TensorMap.from_buffer_copy(make(tensor, box))
-    return found
+        cached = maps[address] = _TensorMap.from_buffer_copy(make(tensor, box))
+    return cached
 
 
 def _query_map(q: torch.Tensor, box: tuple[int, int]) -> bytes:

@@ -86,8 +86,8 @@ def refresh_prompt_tiles(lora: LoraBatch, current: LoraBatch) -> None:
     for key, tiles in lora.derived.items():
         if isinstance(key, tuple) and key[0] == PROMPT_TILES:
             cut = torch.zeros(tiles.shape, dtype=torch.int32, pin_memory=tiles.is_cuda)
-            found = _list_tiles(current, key[1])
-            cut[: len(found)] = torch.from_numpy(found)
+            tile_list = _list_tiles(current, key[1])
+            cut[: len(tile_list)] = torch.from_numpy(tile_list)
             tiles.copy_(cut, non_blocking=True)
 
 

@@ -112,10 +112,10 @@ class CausalLMBatch(PaddedBatch, Batch):
     def filter(self, request_ids: list[int]) -> "CausalLMBatch | None":
         self._standardize_keys()
         try:
-            kept = super().filter(request_ids)
+            remaining = super().filter(request_ids)
         finally:
             self._restore_keys()
-        return None if kept is None else kept.update_derived()
+        return None if remaining is None else remaining.update_derived()
 
     @classmethod
     def concatenate(cls, batches: "Sequence[CausalLMBatch]") -> "CausalLMBatch":  # type: ignore[override]

@@ -91,8 +91,8 @@ class Key(Permissions, frozen=True):
 
     def check_may_use(self, source: str, name: str, default_source: str, has_revisions: bool | None = None) -> None:
         if not self.may_use(source, name, default_source, has_revisions):
-            shown = f"adapter {name[:MAX_SHOWN_NAME_CHARACTERS]!r} from source {source[:32]!r}"
-            raise ForbiddenError(f"this API key may not use {shown}")
+            label = f"adapter {name[:MAX_SHOWN_NAME_CHARACTERS]!r} from source {source[:32]!r}"
+            raise ForbiddenError(f"this API key may not use {label}")
 
     def check_may_use_base(self) -> None:
         if not self.base_model:

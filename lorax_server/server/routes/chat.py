@@ -184,8 +184,8 @@ def _to_template_message(index: int, message: Message, has_developer: bool) -> d
     content = _join_text(index, message.content) if isinstance(message.content, list) else message.content
     content = content or ""  # not None, because templates concatenate the content with strings
     role = "system" if message.role == "developer" and not has_developer else message.role
-    others = {name: value for name, value in message if name not in ("role", "content") and value is not None}
-    return {"role": role, "content": content, **others}
+    other_fields = {name: value for name, value in message if name not in ("role", "content") and value is not None}
+    return {"role": role, "content": content, **other_fields}
 
 
 def _join_text(message_index: int, content: list[TextPart | dict[str, Any]]) -> str:

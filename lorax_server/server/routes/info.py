@@ -173,8 +173,8 @@ def _add_tokenizer(router: APIRouter, service: Service) -> None:
 def encode_token_spans(pieces: Sequence[TokenSpan]) -> Response:
     """Return token pieces as a JSON response, encoded in batches to avoid holding the GIL for too long."""
     batches = (pieces[start : start + ENCODE_BATCH_TOKENS] for start in range(0, len(pieces), ENCODE_BATCH_TOKENS))
-    written = [msgspec.json.encode([piece._asdict() for piece in batch])[1:-1] for batch in batches]
-    return Response(b"[" + b",".join(written) + b"]", media_type=JSON_CONTENT_TYPE)
+    encoded = [msgspec.json.encode([piece._asdict() for piece in batch])[1:-1] for batch in batches]
+    return Response(b"[" + b",".join(encoded) + b"]", media_type=JSON_CONTENT_TYPE)
 
 
 def _make_info(service: Service) -> Info:

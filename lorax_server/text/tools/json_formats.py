@@ -121,8 +121,10 @@ class MistralFormat(ToolFormat):
         markers, is_parallel = rules.markers, rules.is_parallel
         if markers.has_token(ARGS_MARKER):  # only newer tokenizers have this token
             more = f" ({markers.write(TOOL_CALLS_MARKER)} call)*" if is_parallel else ""
-            named = [f"{to_lark_string(call.name)} {markers.write(ARGS_MARKER)} {call.rule}" for call in rules.calls]
-            return [f"calls: call{more}\n", f"call: {' | '.join(named)}\n"]
+            call_rules = [
+                f"{to_lark_string(call.name)} {markers.write(ARGS_MARKER)} {call.rule}" for call in rules.calls
+            ]
+            return [f"calls: call{more}\n", f"call: {' | '.join(call_rules)}\n"]
         return ['calls: " "? list\n', *write_call_list(rules, "arguments")]
 
     def write_calls(self, calls: Sequence[Call]) -> str:

@@ -36,10 +36,10 @@ class BracketScanner:
                 self._is_escaped = False
                 at += 1
                 continue
-            found = (self._inside if self._quote else self._outside).search(text, at)
-            if found is None:
+            match = (self._inside if self._quote else self._outside).search(text, at)
+            if match is None:
                 return len(text)
-            at, character = found.end(), found[0]
+            at, character = match.end(), match[0]
             if character == "\\":
                 self._is_escaped = True
             elif character in "\"'":

@@ -72,8 +72,8 @@ class JsonTypeFinder:
         types = ALL_TYPES
         if "$ref" in schema:
             types &= self._find_types(resolve(schema["$ref"], self._root), depth + 1)
-        if (named := schema.get("type")) is not None:
-            names = named if isinstance(named, list) else [named]
+        if (type_names := schema.get("type")) is not None:
+            names = type_names if isinstance(type_names, list) else [type_names]
             types &= {"number" if name == "integer" else name for name in names if isinstance(name, str)}
         if "const" in schema:
             types &= {_json_type_of(schema["const"])}

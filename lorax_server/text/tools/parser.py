@@ -180,13 +180,13 @@ class ToolOutputParser:
                 self._open(text[: len(text) - len(first)])
                 return first
         opening_markers = self._tool_format.opening_markers
-        found = min((position for marker in opening_markers if (position := text.find(marker)) >= 0), default=-1)
-        if found < 0:
+        marker_start = min((position for marker in opening_markers if (position := text.find(marker)) >= 0), default=-1)
+        if marker_start < 0:
             self._buffer = text[find_partial_marker(text, opening_markers) :]
             self._add_text(text[: len(text) - len(self._buffer)], events)
             return ""
-        marker = next(marker for marker in opening_markers if text.startswith(marker, found))
-        start, end = find_whitespace_start(text, found), found + len(marker)
+        marker = next(marker for marker in opening_markers if text.startswith(marker, marker_start))
+        start, end = find_whitespace_start(text, marker_start), marker_start + len(marker)
         self._add_text(text[:start], events)
         self._open(text[start:end])
         return text[end:]

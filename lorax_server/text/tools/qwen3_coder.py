@@ -86,8 +86,8 @@ class Qwen3CoderToolCallParser(ToolCallParser):
         self._num_attempts += 1
         if arguments is not None:
             self._has_call = True
-            written = ", ".join(f"{dump_json(key)}: {value}" for key, value in arguments.items())
-            append_call_events(ParsedToolCall(self._function, f"{{{written}}}"), events)
+            arguments_text = ", ".join(f"{dump_json(key)}: {value}" for key, value in arguments.items())
+            append_call_events(ParsedToolCall(self._function, f"{{{arguments_text}}}"), events)
         elif self._num_attempts == MAX_PARSE_ATTEMPTS:
             raise MalformedCallError
 
@@ -167,9 +167,9 @@ def _write_parameters(rule: str, call: CallGrammar) -> Iterator[str]:
     for index, (name, schema) in enumerate(properties.items()):
         if NAME_PATTERN.fullmatch(name) is None or name != name.strip():
             raise InputError(f"`tools`: {call.name!r} has a parameter {name[:64]!r}, which cannot be written as a tag")
-        given = f"{rule}_given_{index}"
-        names.append(given if name in required else f"{given}?")
-        yield f'{given}: {to_lark_string(f"{PARAMETER_START}{name}>")} "\\n" {rule}_value_{index} "\\n"\n'
+        given_rule = f"{rule}_given_{index}"
+        names.append(given_rule if name in required else f"{given_rule}?")
+        yield f'{given_rule}: {to_lark_string(f"{PARAMETER_START}{name}>")} "\\n" {rule}_value_{index} "\\n"\n'
         yield _write_value(f"{rule}_value_{index}", call, name, schema, finder, definitions)
     # One sequence, because llguidance would use stack for each rule of a chain.
     yield f"{rule}: {' '.join(names) or to_lark_string('')}\n"
@@ -183,14 +183,14 @@ def _write_value(
     if not is_text(types):
         value = {**definitions.with_definitions(schema), OPTIONS_KEY: call.schema[OPTIONS_KEY]}
         return f"{rule}: %json {json.dumps(value)} {to_lark_string(chr(10) + PARAMETER_END)}\n"
-    found = finder.find_text_schema(schema)
-    if call.is_strict and found.unknown_keyword:
+    text_schema = finder.find_text_schema(schema)
+    if call.is_strict and text_schema.unknown_keyword:
         raise InputError(
-            f"`tools`: the parameter {name[:64]!r} of {call.name!r} has `{found.unknown_keyword}`, which cannot be "
+            f"`tools`: the parameter {name[:64]!r} of {call.name!r} has `{text_schema.unknown_keyword}`, which cannot be "
             "enforced for text in this model's tool call format; remove it, or do not set `strict`"
         )
     closing_marker, null = escape_regex("\n" + PARAMETER_END), "|null" if "null" in types else ""
-    patterns = [rf"/({found.length}{null}){closing_marker}/"]
-    if found.choices is not None:
-        patterns.append(rf"/({'|'.join(map(escape_regex, found.choices))}{null}){closing_marker}/")
+    patterns = [rf"/({text_schema.length}{null}){closing_marker}/"]
+    if text_schema.choices is not None:
+        patterns.append(rf"/({'|'.join(map(escape_regex, text_schema.choices))}{null}){closing_marker}/")
     return f"{rule}[lazy]: {' & '.join(patterns)} & ~/{ANY_TEXT}{escape_regex(PARAMETER_END)}(.|\\n)+/\n"

@@ -40,8 +40,16 @@ class ReasoningParser:
 
     def finish(self) -> list[CompletionPart]:
         """Return the buffered text at the end of the completion."""
-        held, self._buffer = self._buffer, ""
-        return [CompletionPart(held.rstrip() if self.is_reasoning else held, held, self.is_reasoning)] if held else []
+        pending_text, self._buffer = self._buffer, ""
+        return (
+            [
+                CompletionPart(
+                    pending_text.rstrip() if self.is_reasoning else pending_text, pending_text, self.is_reasoning
+                )
+            ]
+            if pending_text
+            else []
+        )
 
     def _parse_start(self, text: str, parts: list[CompletionPart]) -> str:
         """Parse the opening tag if there is one. Return the text after it."""

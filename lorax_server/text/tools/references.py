@@ -22,12 +22,12 @@ def split_reference(reference: Any) -> list[str] | None:
 
 def follow_path(names: Sequence[str], root: Mapping[str, Any]) -> Any:
     """Return the value at a path, or None if it does not exist."""
-    found: Any = root
+    value: Any = root
     for name in names:
-        if not isinstance(found, Mapping):
+        if not isinstance(value, Mapping):
             return None
-        found = found.get(name)
-    return found
+        value = value.get(name)
+    return value
 
 
 def resolve(reference: Any, root: Mapping[str, Any]) -> Any:
@@ -79,8 +79,8 @@ class Definitions:
 
         All definitions are included if a reference does not point to a definition.
         """
-        own = subschema if isinstance(subschema, dict) else {}
-        return {**own, **self._select_definitions(own)}
+        own_definitions = subschema if isinstance(subschema, dict) else {}
+        return {**own_definitions, **self._select_definitions(own_definitions)}
 
     def _select_definitions(self, subschema: Mapping[str, Any]) -> Mapping[str, Any]:
         selected: dict[str, dict[str, Any]] = {}
@@ -100,14 +100,14 @@ class Definitions:
 
 def find_references(schema: Any) -> list[str]:
     """Return the distinct references in a schema."""
-    found: dict[str, None] = {}
+    references: dict[str, None] = {}
     waiting = [schema]
     while waiting:
         subschema = waiting.pop()
         if isinstance(subschema, Mapping):
             if isinstance(reference := subschema.get("$ref"), str):
-                found[reference] = None
+                references[reference] = None
             waiting += subschema.values()
         elif isinstance(subschema, list | tuple):
             waiting += subschema
-    return list(found)
+    return list(references)
