@@ -142,11 +142,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.section("largest difference of logits to PEFT, float32")
         for name, (kind, difference) in scores.items():
             terminalreporter.write_line(f"{name:30} {difference:.1e}   {kind}")
-    found = config.stash.get(AGREEMENT, {})
-    if not found:
+    result = config.stash.get(AGREEMENT, {})
+    if not result:
         return
     terminalreporter.section("largest difference of logits to transformers, float32")
-    for name, (prefill, decode) in sorted(found.items()):
+    for name, (prefill, decode) in sorted(result.items()):
         terminalreporter.write_line(f"{name:30} prefill {prefill:.1e}   decode {decode:.1e}")
 
 

@@ -104,11 +104,11 @@ def _runs(process: psutil.Process) -> bool:
 def find_sockets() -> Iterator[Resource]:
     for name in os.listdir("/dev/fd"):
         try:
-            found = os.fstat(int(name))
+            result = os.fstat(int(name))
         except OSError:
             continue  # the descriptor of this listing
-        if stat.S_ISSOCK(found.st_mode):
-            yield Resource("socket", (found.st_dev, found.st_ino))
+        if stat.S_ISSOCK(result.st_mode):
+            yield Resource("socket", (result.st_dev, result.st_ino))
 
 
 def find_files() -> Iterator[Resource]:
@@ -141,10 +141,10 @@ def describe_process(process: psutil.Process) -> str:
 def describe_socket(key: tuple[int, int]) -> str:
     for name in os.listdir("/dev/fd"):
         try:
-            found = os.fstat(int(name))
+            result = os.fstat(int(name))
         except OSError:
             continue
-        if (found.st_dev, found.st_ino) == key:
+        if (result.st_dev, result.st_ino) == key:
             with socket.socket(fileno=os.dup(int(name))) as it:
                 return f"{name} ({it.family.name}, {_ends(it)})"
     return "that has just been closed"
@@ -284,8 +284,8 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def _fixtures(item: pytest.Item) -> list[Any]:
-    found = getattr(item, "_fixtureinfo", None)
-    return list(found.name2fixturedefs.values()) if found else []
+    result = getattr(item, "_fixtureinfo", None)
+    return list(result.name2fixturedefs.values()) if result else []
 
 
 def _may_grow(fixture: pytest.FixtureDef[Any]) -> bool:

@@ -159,9 +159,9 @@ def test_every_tested_client_is_documented() -> None:
 
 
 def test_documented_client_flags_exist() -> None:
-    found = re.findall(r"lorax serve .*|`--[a-z-]+`", (DOCS / "clients.md").read_text())
-    assert found
-    assert set(re.findall(r"--[a-z-]+", " ".join(found))) <= {flag.name for flag in FLAGS}
+    result = re.findall(r"lorax serve .*|`--[a-z-]+`", (DOCS / "clients.md").read_text())
+    assert result
+    assert set(re.findall(r"--[a-z-]+", " ".join(result))) <= {flag.name for flag in FLAGS}
 
 
 def test_life_of_a_request_names_existing_files_and_types() -> None:

@@ -77,8 +77,8 @@ def generate_with_peft(model: Path, adapter: Path, ids: list[int]) -> list[int]:
         base = AutoModelForCausalLM.from_pretrained(model.parent, gguf_file=model.name, dtype=torch.float32)
         oracle: Any = PeftModel.from_pretrained(base, adapter).eval()
     tokens = oracle.generate(input_ids=torch.tensor([ids]), max_new_tokens=12, min_new_tokens=12, do_sample=False)
-    found: list[int] = tokens[0, len(ids) :].tolist()
-    return found
+    result: list[int] = tokens[0, len(ids) :].tolist()
+    return result
 
 
 def test_documented_commands_exist() -> None:

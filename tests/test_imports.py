@@ -94,8 +94,8 @@ def test_second_start_does_not_import_transformers_or_compiler() -> None:
     )
     run(start)
     names = ("torch", "transformers", "torch._dynamo")
-    found = run(start + f"print([name for name in {names} if name in sys.modules])")
-    assert found.splitlines()[-1] == "['torch']"
+    result = run(start + f"print([name for name in {names} if name in sys.modules])")
+    assert result.splitlines()[-1] == "['torch']"
 
 
 @pytest.mark.slow

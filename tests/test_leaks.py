@@ -86,8 +86,8 @@ def run(folder: Path, tests: str) -> dict[str, str]:
     alone = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "", "PYTEST_DEBUG_TEMPROOT": str(folder)}
     environ = {**os.environ, "PYTHONPATH": str(ROOT), **alone}
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False)
-    found = dict.fromkeys(re.findall(r"^test_it.py::(\w+) PASSED", done.stdout, re.M), "")
-    return found | dict(re.findall(r"ERROR at teardown of (\w+) _+\nleft behind:\n((?:  .*\n)+)", done.stdout))
+    result = dict.fromkeys(re.findall(r"^test_it.py::(\w+) PASSED", done.stdout, re.M), "")
+    return result | dict(re.findall(r"ERROR at teardown of (\w+) _+\nleft behind:\n((?:  .*\n)+)", done.stdout))
 
 
 @pytest.mark.slow

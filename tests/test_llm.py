@@ -249,8 +249,8 @@ def test_sampling_is_independent_of_batch(llm: LLM) -> None:
 
 def test_prompt_logprobs_and_alternatives_match_transformers(reference: ReferenceModels, llm: LLM) -> None:
     prompts = [reference.ids(TEXTS[0]), [7]]
-    found = llm.generate(prompts, SamplingParams(num_alternatives=3), STOP, prompt_logprobs=True)
-    check_logprobs(reference.base, prompts, found)
+    actual = llm.generate(prompts, SamplingParams(num_alternatives=3), STOP, prompt_logprobs=True)
+    check_logprobs(reference.base, prompts, actual)
 
 
 @torch.no_grad()
@@ -372,15 +372,15 @@ def test_garbage_collection_of_stream_during_step_is_safe(llm: LLM, during_step:
 def test_interleaved_streams_match_single_requests(reference: ReferenceModels, llm: LLM) -> None:
     names = [None, "first", "second"]
     streams = [llm.stream(TEXTS[i], stop=STOP, adapter=name) for i, name in enumerate(names)]
-    found = [""] * len(streams)
+    actual = [""] * len(streams)
     left = set(range(len(streams)))
     for i in itertools.cycle([0, 1, 1, 2]):
         chunk = next(streams[i], None)
-        found[i] += chunk.text if chunk else ""
+        actual[i] += chunk.text if chunk else ""
         left -= set() if chunk else {i}
         if not left:
             break
-    assert found == [reference.generate(TEXTS[i], name)[1] for i, name in enumerate(names)]
+    assert actual == [reference.generate(TEXTS[i], name)[1] for i, name in enumerate(names)]
 
 
 def test_stream_continues_after_generate(reference: ReferenceModels, llm: LLM) -> None:
@@ -634,13 +634,13 @@ def test_nan_adapter_does_not_affect_other_adapters(
     with LLM(reference.model, adapters, **SMALL) as llm:
         prompts, names = [*TEXTS, *TEXTS], ["poison", None, "first", "poison", "first", "poison", None, "first"]
         for _ in range(3):
-            for prompt, name, found in zip(
+            for prompt, name, actual in zip(
                 prompts, names, llm.generate(prompts, stop=STOP, adapter=names, on_error="return"), strict=True
             ):
                 if name == "poison":
-                    assert "are NaN" in str(found.error)
+                    assert "are NaN" in str(actual.error)
                 else:
-                    assert found.text == reference.generate(prompt, name)[1]
+                    assert actual.text == reference.generate(prompt, name)[1]
 
 
 # --- Adapter locations ------------------------------------------------------------------------------------------------
@@ -672,12 +672,12 @@ def test_adapter_names_can_map_to_paths_and_links(
     adapters = {"a b": "one", "twin": Path("one"), "ü/…": reference.adapters["the third"], "linked": "../snapshots/abc"}
     with LLM(reference.model, adapters, **SMALL) as llm:
         monkeypatch.chdir("/")
-        found = llm.generate(["hello"] * 4, stop=STOP, adapter=list(adapters))
+        actual = llm.generate(["hello"] * 4, stop=STOP, adapter=list(adapters))
         status = llm.status
         with pytest.raises(AdapterNotFoundError):  # not even by its path
             llm.generate("hello", adapter=str(reference.adapters["second"]))
     expected = [reference.generate("hello", name)[1] for name in ("first", "first", "the third", "second")]
-    assert texts(found) == expected
+    assert texts(actual) == expected
     assert status.adapters_prepared == 3  # both names share one adapter
 
 
@@ -846,17 +846,17 @@ def test_fallback_architecture_matches_transformers(tmp_path: Path, reference: R
     folder = save(tmp_path / "model", oracle, tokenizer)
     with LLM(folder, reference.adapters, max_num_seqs=3) as llm:  # wherever such models run
         prompts = [tokenizer(text)["input_ids"] for text in TEXTS]
-        found = llm.generate(TEXTS, SamplingParams(num_alternatives=3), STOP, prompt_logprobs=True)
-        for prompt, completion in zip(prompts, found, strict=True):
+        actual = llm.generate(TEXTS, SamplingParams(num_alternatives=3), STOP, prompt_logprobs=True)
+        for prompt, completion in zip(prompts, actual, strict=True):
             assert (completion.token_ids, completion.text) == generate_greedy(oracle, tokenizer, prompt)
-        check_logprobs(oracle, prompts, found)
+        check_logprobs(oracle, prompts, actual)
         assert llm.generate([7], stop=STOP, prompt_logprobs=True)[0].prompt_logprobs == []
-        assert "".join(chunk.text for chunk in llm.stream(TEXTS[0], stop=STOP)) == found[0].text
+        assert "".join(chunk.text for chunk in llm.stream(TEXTS[0], stop=STOP)) == actual[0].text
         with pytest.raises(AdapterError, match="this model does not support adapters"):
             llm.generate(TEXTS[0], adapter="first")
         mixed = llm.generate(TEXTS[:2], stop=STOP, adapter=["first", None], on_error="return")
         assert isinstance(mixed[0].error, AdapterError)
-        assert mixed[1].text == found[1].text
+        assert mixed[1].text == actual[1].text
         with pytest.raises(AdapterError, match="does not support adapters"):
             llm.load_adapter("first")
         assert_idle(llm)

@@ -78,8 +78,8 @@ def describe_presence(field: Any) -> str:
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_field_numbers_match_lorax(name: str) -> None:
-    found = pb.DESCRIPTOR.message_types_by_name[name].fields
-    theirs = [f"{field.name}={field.number}{describe_presence(field)}" for field in found if field.number < OWN_FROM]
+    result = pb.DESCRIPTOR.message_types_by_name[name].fields
+    theirs = [f"{field.name}={field.number}{describe_presence(field)}" for field in result if field.number < OWN_FROM]
     assert " ".join(theirs) == FIELDS[name]
 
 

@@ -38,10 +38,10 @@ def test_embed_applies_adapters_and_dimensions(tmp_path: Path) -> None:
     with LLM(tmp_path / "model", {"tuned": tmp_path / "tuned"}, device="cpu") as llm:
         shown = io.StringIO()
         with redirect_stderr(shown):
-            found = llm.embed(TEXTS, adapter=["tuned", None], progress=True)
+            actual = llm.embed(TEXTS, adapter=["tuned", None], progress=True)
         assert "2/2" in shown.getvalue()
         with torch.no_grad():
-            for each, text, row in zip((tuned, model), TEXTS, found, strict=True):
+            for each, text, row in zip((tuned, model), TEXTS, actual, strict=True):
                 expected = each(**tokenizer(text, return_tensors="pt")).last_hidden_state[0, 0].numpy()
                 assert np.abs(row - expected).max() < 1e-5
         ids = tokenizer(TEXTS[1])["input_ids"]
@@ -95,10 +95,10 @@ def test_truncated_score_prompt_keeps_its_suffix(tmp_path: Path) -> None:
     suffix = tokenizer.encode(SCORE_SUFFIX, add_special_tokens=False)
     text, limit = prepare_pair("cat", "the dog " * 200, config), 300
     (whole,) = encode_inputs(tokenizer, [text], config, 10_000, truncate=True)
-    (found,) = encode_inputs(tokenizer, [text], config, limit, truncate=True)
+    (result,) = encode_inputs(tokenizer, [text], config, limit, truncate=True)
     assert whole.ids == tokenizer.encode(text)
     num_kept = limit - len(suffix) - 1
-    assert found.ids == [*whole.ids[:num_kept], *suffix, tokenizer.token_to_id("[SEP]")]
+    assert result.ids == [*whole.ids[:num_kept], *suffix, tokenizer.token_to_id("[SEP]")]
     with pytest.raises(ContextLengthError):
         encode_inputs(tokenizer, [text], config, len(suffix), truncate=True)
 

@@ -46,9 +46,9 @@ def test_there_are_at_least_60_distinct_attacks() -> None:
 def test_every_attack_names_existing_test(row: list[str]) -> None:
     _, happens, named = row
     assert happens
-    found = TEST.findall(named)
-    assert found, named
-    for path, name in found:
+    result = TEST.findall(named)
+    assert result, named
+    for path, name in result:
         marks = functions_in(path).get(name)
         assert marks is not None, f"{path} has no {name}"
         assert not marks & NEVER_RUN

@@ -118,17 +118,17 @@ PROMPTS = {
 def test_tokens_and_logprobs_match_peft(where: str, served: Served, llm: LLM) -> None:
     prompt = PROMPTS[where]
     for name in ADAPTERS:
-        found = llm.generate([prompt], SamplingParams(num_alternatives=3), STOP, adapter=name, prompt_logprobs=True)
-        assert found[0].token_ids == served.tokens(prompt, name)
-        check_logprobs(served.oracle(prompt, name), [prompt], found)
+        result = llm.generate([prompt], SamplingParams(num_alternatives=3), STOP, adapter=name, prompt_logprobs=True)
+        assert result[0].token_ids == served.tokens(prompt, name)
+        check_logprobs(served.oracle(prompt, name), [prompt], result)
 
 
 def test_mixed_batch_matches_single_requests(served: Served, llm: LLM) -> None:
     """Chunked prefill, the prefix cache and preemption do not change the tokens."""
     names = [*ADAPTERS, None] * len(PROMPTS)
     prompts = [prompt for prompt in PROMPTS.values() for _ in (*ADAPTERS, None)]
-    found = llm.generate(prompts, stop=STOP, adapter=names)
-    for prompt, name, completion in zip(prompts, names, found, strict=True):
+    result = llm.generate(prompts, stop=STOP, adapter=names)
+    for prompt, name, completion in zip(prompts, names, result, strict=True):
         assert completion.token_ids == served.tokens(prompt, name), (name, prompt)
     assert llm.status.prefix_tokens > 0
 
@@ -137,9 +137,9 @@ def test_preempted_sequences_continue_exactly(served: Served) -> None:
     prompt = PROMPTS["in the middle"][:40]
     with LLM(served.model, served.adapters, **SMALL | {"cache_bytes": None, "cache_tokens": 96}) as llm:
         llm.generate([[5], [5]], adapter=["judge", "guard"])  # load both adapters
-        found = llm.generate([prompt, [6, *prompt], [7, *prompt]], stop=STOP, adapter=["judge", "guard", "judge"])
+        result = llm.generate([prompt, [6, *prompt], [7, *prompt]], stop=STOP, adapter=["judge", "guard", "judge"])
         assert llm.status.preemptions > 0
-    assert [each.token_ids for each in found] == [
+    assert [each.token_ids for each in result] == [
         served.tokens(each, name)
         for each, name in ((prompt, "judge"), ([6, *prompt], "guard"), ([7, *prompt], "judge"))
     ]
@@ -152,8 +152,8 @@ def test_speculation_does_not_change_tokens(served: Served) -> None:
         expected = plain.generate([prompt] * 2, stop=stop, adapter=["judge", "plain"])
     with LLM(served.model, served.adapters, **settings, speculative_tokens=4) as drafting:
         for _ in range(2):
-            found = drafting.generate([prompt] * 2, stop=stop, adapter=["judge", "plain"])
-            assert [each.token_ids for each in found] == [each.token_ids for each in expected]
+            actual = drafting.generate([prompt] * 2, stop=stop, adapter=["judge", "plain"])
+            assert [each.token_ids for each in actual] == [each.token_ids for each in expected]
         assert drafting.status.accepted_tokens > 0
 
 
@@ -161,10 +161,10 @@ def test_completion_that_contains_the_invocation_is_not_reactivated(served: Serv
     """Only the prompt is searched, as in PEFT's `generate`."""
     bias = dict.fromkeys(INVOCATION, 50.0)
     for token_id in INVOCATION:
-        (found,) = llm.generate([DOCUMENT], SamplingParams(logit_bias=bias | {token_id: 90.0}), STOP, adapter="judge")
+        (result,) = llm.generate([DOCUMENT], SamplingParams(logit_bias=bias | {token_id: 90.0}), STOP, adapter="judge")
         (base,) = llm.generate([DOCUMENT], SamplingParams(logit_bias=bias | {token_id: 90.0}), STOP)
-        assert found.token_ids == base.token_ids
-        assert found.logprobs == base.logprobs
+        assert result.token_ids == base.token_ids
+        assert result.logprobs == base.logprobs
 
 
 def test_structured_output_matches_peft(served: Served, llm: LLM) -> None:
@@ -173,8 +173,8 @@ def test_structured_output_matches_peft(served: Served, llm: LLM) -> None:
     ids = [token_id for letter in letters for token_id in served.ids(letter)[-1:]]
     for prompt in (PROMPTS["in the middle"], PROMPTS["at the end"], PROMPTS["several times"]):
         logits = served.oracle(prompt, "judge")(torch.tensor([prompt])).logits[0, -1, ids]
-        (found,) = llm.generate([prompt], adapter="judge", structure=from_choices([*letters]))
-        assert found.text == letters[int(logits.argmax())]
+        (result,) = llm.generate([prompt], adapter="judge", structure=from_choices([*letters]))
+        assert result.text == letters[int(logits.argmax())]
 
 
 # --- Prefix cache -----------------------------------------------------------------------------------------------------
@@ -225,24 +225,24 @@ def test_invocation_that_ends_in_the_next_block(served: Served, llm: LLM) -> Non
     """The blocks `41 42 43 41` are equal, but only the second prompt is invoked at their last token."""
     first, second = ([*DOCUMENT[: 2 * BLOCK], *INVOCATION, 41, *rest, 9, 9, 9] for rest in ([9, 9], [42, 43]))
     for prompt in (first, second, first):
-        (found,) = llm.generate([prompt], stop=STOP, adapter="judge")
-        assert found.token_ids == served.tokens(prompt, "judge")
+        (result,) = llm.generate([prompt], stop=STOP, adapter="judge")
+        assert result.token_ids == served.tokens(prompt, "judge")
 
 
 @pytest.mark.parametrize("adapters", [("judge", "guard", None, "router", "plain"), ["last layer", "judge"]])
 def test_one_prompt_for_several_adapters(adapters: Sequence[str | None], served: Served, llm: LLM) -> None:
     """The first sequence computes the shared blocks, and the others wait for them."""
     prompt = [*DOCUMENT, *INVOCATION]
-    found = llm.generate([prompt], stop=STOP, adapter=adapters)
-    assert [each.token_ids for each in found] == [served.tokens(prompt, name) for name in adapters]
+    result = llm.generate([prompt], stop=STOP, adapter=adapters)
+    assert [each.token_ids for each in result] == [served.tokens(prompt, name) for name in adapters]
     num_sharing = len([name for name in adapters if name != "plain"]) - 1
     assert llm.status.base_prefix_tokens >= num_sharing * (len(DOCUMENT) // 2)
     assert llm.status.adapter_prefix_tokens == 0
 
 
 def test_one_text_for_several_adapters(served: Served, llm: LLM) -> None:
-    found = llm.generate("hello", stop=STOP, adapter=["judge", None])
-    assert [each.token_ids for each in found] == [served.tokens(served.ids("hello"), name) for name in ("judge", None)]
+    result = llm.generate("hello", stop=STOP, adapter=["judge", None])
+    assert [each.token_ids for each in result] == [served.tokens(served.ids("hello"), name) for name in ("judge", None)]
     prompts = ["hello"]
     assert len(llm.generate(prompts, stop=STOP, adapter=["judge", None])) == 2
     assert prompts == ["hello"]
@@ -259,9 +259,9 @@ def test_base_blocks_serve_adapters_that_do_not_change_kv(name: str, served: Ser
     shared = (len(prompt) - 1) // BLOCK * BLOCK if name in AFTER_KV else 0
     assert count_reused(llm, prompt, None) == 0
     assert count_reused(llm, prompt, name) == shared
-    (found,) = llm.generate([prompt], stop=STOP, adapter=name)
-    assert found.token_ids == served.tokens(prompt, name)
-    assert found.token_ids != served.tokens(prompt, None)
+    (result,) = llm.generate([prompt], stop=STOP, adapter=name)
+    assert result.token_ids == served.tokens(prompt, name)
+    assert result.token_ids != served.tokens(prompt, None)
     assert count_reused(llm, [6, *prompt], name) == 0
     assert count_reused(llm, [6, *prompt], None) == (len(prompt) // BLOCK * BLOCK if name in AFTER_KV else 0)
 
@@ -271,8 +271,8 @@ def test_poisoned_base_blocks_reach_only_adapters_that_share_them(name: str, ser
     prompt = [*DOCUMENT, *INVOCATION]
     llm.generate([prompt], stop=STOP)
     poison_cache(llm)
-    (found,) = llm.generate([prompt], SamplingParams(raw_logprobs=True), STOP, adapter=name)
-    assert (found.token_ids == served.tokens(prompt, name)) == (name in CHANGES_KV)
+    (result,) = llm.generate([prompt], SamplingParams(raw_logprobs=True), STOP, adapter=name)
+    assert (result.token_ids == served.tokens(prompt, name)) == (name in CHANGES_KV)
 
 
 # --- Rejected adapters ------------------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ def test_invocation_beyond_the_vocabulary_never_applies(served: Served, tmp_path
     tokens = [VOCAB + 5]
     folder = write_adapter(copy.deepcopy(served.base), tmp_path / "far", 3, alora_invocation_tokens=tokens)
     with LLM(served.model, {"far": folder}, **SMALL) as llm:
-        (found,) = llm.generate([DOCUMENT], stop=STOP, adapter="far")
-        assert found.token_ids == served.tokens(DOCUMENT, None)
+        (result,) = llm.generate([DOCUMENT], stop=STOP, adapter="far")
+        assert result.token_ids == served.tokens(DOCUMENT, None)
         with pytest.raises(InputError, match="vocabulary"):
             llm.generate([[*DOCUMENT, *tokens]], stop=STOP, adapter="far")

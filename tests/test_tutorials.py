@@ -45,10 +45,10 @@ def serving(start: str, folder: Path) -> Iterator[str]:
                     log.append(line)
                     if READY.match(line):
                         break
-                found = READY.match(log[-1])
-                assert found, "".join(log)
+                result = READY.match(log[-1])
+                assert result, "".join(log)
                 reader.start()
-                yield found[1]
+                yield result[1]
             finally:
                 process.terminate()
                 if reader.ident:

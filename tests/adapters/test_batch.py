@@ -88,8 +88,8 @@ def test_target_features_are_sizes_of_local_shard(arena: AdapterArena) -> None:
 
 
 def test_targets_keep_table_order(arena: AdapterArena) -> None:
-    found = adapter_batch([1], arena).find_targets([TARGETS["gate"], TARGETS["up"]])
-    assert found == [LoraTarget(2, slice(0, 6)), LoraTarget(3, slice(6, 14))]
+    result = adapter_batch([1], arena).find_targets([TARGETS["gate"], TARGETS["up"]])
+    assert result == [LoraTarget(2, slice(0, 6)), LoraTarget(3, slice(6, 14))]
 
 
 # By adapter: targets with low-rank factors, vectors and rows.
@@ -111,10 +111,10 @@ def test_target_flags_reflect_batch_adapters(indices: list[int], arena: AdapterA
         set().union(*(TARGET_FLAGS[index][kind] for index in indices if index)) for kind in range(3)
     )
     for name, target in TARGETS.items():
-        found = data.find_targets([target])
-        assert data.lora.has_low_rank(found) == (name in low_rank)
-        assert data.lora.has_vectors(found) == (name in vectors)
-        assert data.lora.has_rows(found[0].index) == (name in rows)
+        result = data.find_targets([target])
+        assert data.lora.has_low_rank(result) == (name in low_rank)
+        assert data.lora.has_vectors(result) == (name in vectors)
+        assert data.lora.has_rows(result[0].index) == (name in rows)
 
 
 def test_target_flags_cover_fused_layers(arena: AdapterArena) -> None:
@@ -155,11 +155,11 @@ def test_segments_include_replaced_lm_head_rows(arena: AdapterArena) -> None:
 
 
 def test_segments_include_added_lm_head_rows(arena: AdapterArena) -> None:
-    [(tokens, adapter, found)] = adapter_batch([4, 0], arena).iterate_segments("head")
+    [(tokens, adapter, result)] = adapter_batch([4, 0], arena).iterate_segments("head")
     assert (tokens, adapter) == (slice(0, 1), 4)
-    assert found.row_ids.dtype == torch.int32
-    assert torch.equal(HEAD_ROWS[found.row_ids], found.rows)
-    assert torch.equal(found.new_rows, HEAD_ROWS[VOCAB:])
+    assert result.row_ids.dtype == torch.int32
+    assert torch.equal(HEAD_ROWS[result.row_ids], result.rows)
+    assert torch.equal(result.new_rows, HEAD_ROWS[VOCAB:])
     assert arena.vocab_sizes[:6] == [VOCAB, VOCAB, VOCAB, VOCAB, VOCAB + 2, VOCAB]
 
 

@@ -94,9 +94,9 @@ def test_valid_header_matches_safetensors(metadata: dict[str, str] | None, tmp_p
         ours = tmp_path / "ours"
         write_tensors(ours, tensors, metadata)
         for content in (ours.read_bytes(), save(tensors, metadata)):
-            found = read_bytes(tmp_path, content)
-            assert found.keys() == tensors.keys()
-            check_against_library(content, found)
+            result = read_bytes(tmp_path, content)
+            assert result.keys() == tensors.keys()
+            check_against_library(content, result)
 
 
 def pickled(obj: Any, **options: Any) -> bytes:
@@ -295,10 +295,10 @@ def test_fuzzed_files_match_safetensors_or_fail(
         damaged[at] = byte
     content = bytes(damaged[:size]).ljust(size, b"\0")
     try:
-        found = read_bytes(tmp_path_factory.getbasetemp(), content)
+        result = read_bytes(tmp_path_factory.getbasetemp(), content)
     except AdapterError:
         return
-    check_against_library(content, found)
+    check_against_library(content, result)
 
 
 # --- tensor names

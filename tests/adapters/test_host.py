@@ -148,7 +148,7 @@ def all_module_weights() -> tuple[dict[str, AdapterTarget], dict[str, ModuleWeig
 
 def extents(adapter: HostAdapter, targets: Mapping[str, AdapterTarget]) -> list[tuple[int, int]]:
     """Return the start and end offsets of each tensor from the table."""
-    found = []
+    result = []
     for target, values in zip(targets.values(), adapter.table.tolist(), strict=True):
         fields = dict(zip(Field, values, strict=True))
         size = target.outputs.size if target.kind is TargetKind.EMBEDDING else target.inputs.size
@@ -161,8 +161,8 @@ def extents(adapter: HostAdapter, targets: Mapping[str, AdapterTarget]) -> list[
             Field.ROWS: fields[Field.NUM_ROWS] * size,
             Field.NEW_ROWS: fields[Field.NUM_NEW_ROWS] * size,
         }
-        found += [(fields[field], fields[field] + count) for field, count in sizes.items() if fields[field] >= 0]
-    return sorted(found)
+        result += [(fields[field], fields[field] + count) for field, count in sizes.items() if fields[field] >= 0]
+    return sorted(result)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
@@ -212,13 +212,13 @@ def test_prepare_does_not_modify_inputs() -> None:
 @pytest.mark.parametrize("group", [ALONE, *TWO_RANKS], ids=["whole", "first", "second"])
 def test_factors_are_sharded_and_cast(kind: TargetKind, group: FakeGroup, dtype: torch.dtype) -> None:
     target, weights = make_target(kind, group, dtype), factors(kind)
-    found = Prepared(weights, target, dtype, group)
+    result = Prepared(weights, target, dtype, group)
     lora_a, lora_b = target.shard_factors(present(weights.lora_a), present(weights.lora_b))
-    assert torch.equal(found.piece(Field.A, *lora_a.shape), lora_a.to(dtype))
-    assert torch.equal(found.piece(Field.B, *lora_b.shape), lora_b.to(dtype))
-    assert found.fields[Field.RANK] == RANK
-    assert found.host.scales.tolist() == [SCALE]
-    assert found.present() == {Field.A, Field.B}
+    assert torch.equal(result.piece(Field.A, *lora_a.shape), lora_a.to(dtype))
+    assert torch.equal(result.piece(Field.B, *lora_b.shape), lora_b.to(dtype))
+    assert result.fields[Field.RANK] == RANK
+    assert result.host.scales.tolist() == [SCALE]
+    assert result.present() == {Field.A, Field.B}
 
 
 @pytest.mark.parametrize("stored", HALF)
@@ -230,9 +230,9 @@ def test_half_precision_factors_match_float32(kind: TargetKind, dora: bool, stor
     full = replace(half, lora_a=present(half.lora_a).float(), lora_b=present(half.lora_b).float())
     for dtype in (torch.float32, *HALF):
         target = make_target(kind, ALONE, dtype)
-        found, expected = Prepared(half, target, dtype).host, Prepared(full, target, dtype).host
-        assert torch.equal(found.buffer, expected.buffer)
-        assert torch.equal(found.table, expected.table)
+        actual, expected = Prepared(half, target, dtype).host, Prepared(full, target, dtype).host
+        assert torch.equal(actual.buffer, expected.buffer)
+        assert torch.equal(actual.table, expected.table)
 
 
 @pytest.mark.parametrize("rank", [1, 5, 300, 20000])
@@ -240,9 +240,9 @@ def test_factors_are_transposed_for_all_shapes(rank: int) -> None:
     """Include matrices that are copied in several blocks with a shorter last block."""
     generator = torch.Generator().manual_seed(rank)
     a, b = torch.randn(rank, SIZE, generator=generator), torch.randn(SIZE, rank, generator=generator)
-    found = Prepared(ModuleWeights(a, b, 1.0), make_target(TargetKind.LINEAR), torch.float32)
-    assert torch.equal(found.piece(Field.A, rank, SIZE), a)
-    assert torch.equal(found.piece(Field.B, rank, SIZE), b.t())
+    result = Prepared(ModuleWeights(a, b, 1.0), make_target(TargetKind.LINEAR), torch.float32)
+    assert torch.equal(result.piece(Field.A, rank, SIZE), a)
+    assert torch.equal(result.piece(Field.B, rank, SIZE), b.t())
 
 
 # --- output scales and output biases
@@ -258,13 +258,13 @@ def norm_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.usefixtures("norm_rows")
 def test_dora_becomes_output_scale_and_bias(group: FakeGroup, bias: torch.Tensor | None) -> None:
     target, weights = make_target(TargetKind.LINEAR, group), replace(factors(TargetKind.LINEAR, dora=True), bias=bias)
-    found = Prepared(weights, target, group=group)
+    result = Prepared(weights, target, group=group)
     delta = SCALE * present(weights.lora_b) @ present(weights.lora_a)
     factor = present(weights.magnitude) / (BASE + delta).norm(dim=1)
     shift = (BIAS if bias is None else bias) - BIAS * factor
     size = target.outputs.size
-    torch.testing.assert_close(found.piece(Field.OUTPUT_SCALE, size), target.outputs.select(factor, 0))
-    torch.testing.assert_close(found.piece(Field.OUTPUT_BIAS, size), target.outputs.select(shift, 0))
+    torch.testing.assert_close(result.piece(Field.OUTPUT_SCALE, size), target.outputs.select(factor, 0))
+    torch.testing.assert_close(result.piece(Field.OUTPUT_BIAS, size), target.outputs.select(shift, 0))
 
 
 def test_bias_becomes_output_bias() -> None:
@@ -286,10 +286,10 @@ def test_only_one_rank_adds_output_bias() -> None:
 
 @pytest.mark.parametrize("bias", [None, BASE[3]], ids=["base bias", "own bias"])
 def test_norm_weight_becomes_output_scale(bias: torch.Tensor | None) -> None:
-    found = Prepared(ModuleWeights(weight=BASE[2], bias=bias), make_target(TargetKind.NORM))
-    assert found.present() == {Field.OUTPUT_SCALE, Field.OUTPUT_BIAS}
+    result = Prepared(ModuleWeights(weight=BASE[2], bias=bias), make_target(TargetKind.NORM))
+    assert result.present() == {Field.OUTPUT_SCALE, Field.OUTPUT_BIAS}
     x = normal(SIZE, seed=6)
-    adapted = (x * BASE[0] + BASE[1]) * found.piece(Field.OUTPUT_SCALE, SIZE) + found.piece(Field.OUTPUT_BIAS, SIZE)
+    adapted = (x * BASE[0] + BASE[1]) * result.piece(Field.OUTPUT_SCALE, SIZE) + result.piece(Field.OUTPUT_BIAS, SIZE)
     torch.testing.assert_close(adapted, x * BASE[2] + (BASE[1] if bias is None else bias), rtol=1e-5, atol=1e-5)
 
 
@@ -321,14 +321,14 @@ def with_vocabulary(name: str, kind: TargetKind, *, low_rank: bool, dora: bool) 
 @pytest.mark.usefixtures("norm_rows")
 def test_dora_scales_embedding_and_head(name: str, kind: TargetKind) -> None:
     weights, vocab_size = with_vocabulary(name, kind, low_rank=True, dora=True)
-    found = Prepared(weights, make_target(kind))
+    actual = Prepared(weights, make_target(kind))
     norms = merged_rows(BASE, replace(weights, magnitude=None), kind).norm(dim=0 if kind is TargetKind.EMBEDDING else 1)
     size = SIZE if kind is TargetKind.EMBEDDING else VOCAB
-    torch.testing.assert_close(found.piece(Field.OUTPUT_SCALE, size), (weights.magnitude / norms)[:size])
-    assert found.fields[Field.NUM_NEW_ROWS] == vocab_size - VOCAB
+    torch.testing.assert_close(actual.piece(Field.OUTPUT_SCALE, size), (weights.magnitude / norms)[:size])
+    assert actual.fields[Field.NUM_NEW_ROWS] == vocab_size - VOCAB
     if vocab_size > VOCAB:
         expected = merged_rows(BASE, weights, kind)[VOCAB:]
-        torch.testing.assert_close(found.new_rows(), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(actual.new_rows(), expected, rtol=1e-5, atol=1e-5)
 
 
 # --- rows
@@ -338,24 +338,24 @@ def test_dora_scales_embedding_and_head(name: str, kind: TargetKind) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 @pytest.mark.parametrize("group", [ALONE, *TWO_RANKS], ids=["whole", "first", "second"])
 def test_only_changed_rows_are_stored(kind: TargetKind, dtype: torch.dtype, group: FakeGroup) -> None:
-    found = Prepared(ModuleWeights(weight=CHANGED), make_target(kind, group, dtype), dtype, group)
+    result = Prepared(ModuleWeights(weight=CHANGED), make_target(kind, group, dtype), dtype, group)
     start, stop = shard_vocab(group, VOCAB).ranges[0]
     mine = [token for token in range(4, 9) if start <= token < stop]
-    assert found.row_ids() == [token - start for token in mine]
-    assert torch.equal(found.rows(), CHANGED[mine].to(dtype))
-    assert torch.equal(found.new_rows(), CHANGED[VOCAB:].to(dtype))
-    assert found.present() == {Field.ROW_IDS, Field.ROWS, Field.NEW_ROWS}
+    assert result.row_ids() == [token - start for token in mine]
+    assert torch.equal(result.rows(), CHANGED[mine].to(dtype))
+    assert torch.equal(result.new_rows(), CHANGED[VOCAB:].to(dtype))
+    assert result.present() == {Field.ROW_IDS, Field.ROWS, Field.NEW_ROWS}
 
 
 @pytest.mark.parametrize("group", TWO_RANKS, ids=["first", "second"])
 def test_trained_token_rows_override_matrix_rows(group: FakeGroup) -> None:
     rows = normal(4, SIZE, seed=7)
     weights = ModuleWeights(weight=CHANGED, token_ids=(VOCAB + 1, 10, 5, 0), token_rows=rows)
-    found = Prepared(weights, make_target(TargetKind.HEAD, group), group=group)
+    actual = Prepared(weights, make_target(TargetKind.HEAD, group), group=group)
     expected = [{0: rows[3], 4: CHANGED[4], 5: rows[2]}, {0: CHANGED[6], 1: CHANGED[7], 2: CHANGED[8], 4: rows[1]}]
-    assert found.row_ids() == list(expected[group.rank()])
-    assert torch.equal(found.rows(), torch.stack(list(expected[group.rank()].values())))
-    assert torch.equal(found.new_rows(), torch.stack([CHANGED[VOCAB], rows[0], CHANGED[VOCAB + 2]]))
+    assert actual.row_ids() == list(expected[group.rank()])
+    assert torch.equal(actual.rows(), torch.stack(list(expected[group.rank()].values())))
+    assert torch.equal(actual.new_rows(), torch.stack([CHANGED[VOCAB], rows[0], CHANGED[VOCAB + 2]]))
 
 
 @pytest.mark.parametrize("group", TWO_RANKS, ids=["first", "second"])
@@ -364,14 +364,14 @@ def test_trained_token_rows_override_matrix_rows(group: FakeGroup) -> None:
 def test_smaller_vocabulary_adds_no_rows(kind: TargetKind, rows: int, group: FakeGroup) -> None:
     weights = replace(factors(kind, rows), weight=CHANGED[:rows])
     target = make_target(kind, group)
-    found = Prepared(weights, target, group=group)
+    result = Prepared(weights, target, group=group)
     start, stop = shard_vocab(group, VOCAB).ranges[0]
-    assert found.row_ids() == [token - start for token in range(4, rows) if start <= token < stop]
-    assert found.fields[Field.NUM_NEW_ROWS] == 0
+    assert result.row_ids() == [token - start for token in range(4, rows) if start <= token < stop]
+    assert result.fields[Field.NUM_NEW_ROWS] == 0
     lora_a, lora_b = present(weights.lora_a), present(weights.lora_b)
     field, of_tokens = (Field.A, lora_a.t()) if kind is TargetKind.EMBEDDING else (Field.B, lora_b)
     full = F.pad(of_tokens, (0, 0, 0, VOCAB - rows))[start:stop]
-    local = found.piece(field, *(full.shape if kind is TargetKind.EMBEDDING else full.t().shape))
+    local = result.piece(field, *(full.shape if kind is TargetKind.EMBEDDING else full.t().shape))
     assert torch.equal(local if kind is TargetKind.EMBEDDING else local.t(), full)
 
 

@@ -89,8 +89,8 @@ def test_different_content_has_different_identity(path: Path) -> None:
         {"peft_type": "IA3"} | dict.fromkeys(LORA_FIELDS),
         {"peft_type": "IA3", "feedforward_modules": ["v_proj"]} | dict.fromkeys(LORA_FIELDS),
     ]
-    found = [identity_of(path, given) for given in tensors] + [identity_of(path, **changes) for changes in configs]
-    assert len(set(found)) == len(found)
+    result = [identity_of(path, given) for given in tensors] + [identity_of(path, **changes) for changes in configs]
+    assert len(set(result)) == len(result)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 9])

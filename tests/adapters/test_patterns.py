@@ -34,10 +34,10 @@ def test_matches_agree_with_re(pattern: str, wrapping: str) -> None:
             ours.match(wrapped, "")
         return
     for name in NAMES:
-        found, expected = ours.match(wrapped, name), oracle.match(name)
-        assert (found is None) == (expected is None), name
+        actual, expected = ours.match(wrapped, name), oracle.match(name)
+        assert (actual is None) == (expected is None), name
         if expected is not None:
-            assert (found.span(), found.groupdict()) == (expected.span(), expected.groupdict())
+            assert (actual.span(), actual.groupdict()) == (expected.span(), expected.groupdict())
         assert ours.fullmatch(wrapped, name) is (oracle.fullmatch(name) is not None)
 
 

@@ -42,10 +42,10 @@ def test_tensors_can_be_read_repeatedly_in_any_order(
     for _ in range(2):
         random.Random(seed).shuffle(order)
         for key in order:
-            found, is_finite = reader.read(key)
+            actual, is_finite = reader.read(key)
             expected = tensors[key].float() if tensors[key].dtype == torch.float64 else tensors[key]
-            assert found.dtype == expected.dtype
-            assert torch.equal(found, expected)
+            assert actual.dtype == expected.dtype
+            assert torch.equal(actual, expected)
             assert is_finite
         assert all(block.elements is None for block in reader._blocks.values())  # no block stays in memory
 

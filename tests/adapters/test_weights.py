@@ -106,15 +106,15 @@ def test_factors_and_scales_match_peft(base: str, settings: dict[str, Any], tmp_
     adapted = {name: module for name, module in oracle.named_modules() if isinstance(module, LoraLayer)}
     assert {name for name in adapter.modules if adapter.load(name).lora_a is not None} == set(adapted)
     for name, module in adapted.items():
-        found = adapter.load(name)
+        result = adapter.load(name)
         factors: Any = (
             (module.lora_embedding_A, module.lora_embedding_B) if "wte" in name else (module.lora_A, module.lora_B)
         )
-        for ours, theirs in zip((found.lora_a, found.lora_b), factors, strict=True):
+        for ours, theirs in zip((result.lora_a, result.lora_b), factors, strict=True):
             assert torch.equal(present(ours), getattr(theirs["default"], "weight", theirs["default"]))
-        assert found.scale == module.scaling["default"]
-        assert (found.magnitude is not None) == module.use_dora["default"]
-        assert (found.lora_bias is not None) == settings.get("lora_bias", False)
+        assert result.scale == module.scaling["default"]
+        assert (result.magnitude is not None) == module.use_dora["default"]
+        assert (result.lora_bias is not None) == settings.get("lora_bias", False)
     assert adapter.vocab_size == VOCAB
 
 

@@ -56,10 +56,10 @@ class Server:
                 body = json.loads(self.rfile.read(length) or "null")
                 headers = {name.lower(): value for name, value in self.headers.items()}
                 server.seen.append((self.path, body, headers))
-                found = server.replies[self.path](body)
-                if isinstance(found, tuple):
-                    content = found[1] if isinstance(found[1], bytes) else json.dumps(found[1]).encode()
-                    self.send_response(found[0])
+                result = server.replies[self.path](body)
+                if isinstance(result, tuple):
+                    content = result[1] if isinstance(result[1], bytes) else json.dumps(result[1]).encode()
+                    self.send_response(result[0])
                     self.send_header("Content-Length", str(len(content)))
                     self.end_headers()
                     self.wfile.write(content)
@@ -67,7 +67,7 @@ class Server:
                 self.send_response(200)
                 self.end_headers()
                 try:
-                    for chunk in found:
+                    for chunk in result:
                         self.wfile.write(chunk)
                 except OSError:
                     server.is_gone.set()

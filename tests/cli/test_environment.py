@@ -18,11 +18,11 @@ def test_installed_packages_are_accepted() -> None:
 
 
 def test_wrong_version_is_reported_with_repair_command() -> None:
-    found = version("huggingface_hub")
+    result = version("huggingface_hub")
     with pytest.raises(ConfigError) as caught:
         check_packages(["huggingface_hub>=99,<100", "numpy"])
     text = str(caught.value)
-    assert text.startswith(f"huggingface_hub {found} is installed, but lorax_server needs ")
+    assert text.startswith(f"huggingface_hub {result} is installed, but lorax_server needs ")
     assert "lorax-client" in text
     assert text.endswith("repair it with: pip install 'huggingface_hub<100,>=99'")
 

@@ -134,12 +134,12 @@ def serving(origin: str, *flags: str) -> Iterator[Server]:
         try:
             for line in process.stderr:
                 log.append(line)
-                if found := READY.search(line):
+                if result := READY.search(line):
                     break
             else:
                 pytest.fail(f"{' '.join(command)} did not start:\n{''.join(log)}")
             reader.start()
-            yield Server(f"http://127.0.0.1:{found[1]}", origin)
+            yield Server(f"http://127.0.0.1:{result[1]}", origin)
         finally:
             process.terminate()
             if reader.ident:
@@ -148,10 +148,10 @@ def serving(origin: str, *flags: str) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def questions(server: Server) -> dict[str, Question]:
-    found = {model: request_expected_results(server, model) for model in (BASE, *EXPECTED_COMPLETIONS)}
-    assert {model: found[model].chat.text for model in EXPECTED_COMPLETIONS} == EXPECTED_COMPLETIONS
-    assert found[BASE].chat.text not in EXPECTED_COMPLETIONS.values()
-    return found
+    result = {model: request_expected_results(server, model) for model in (BASE, *EXPECTED_COMPLETIONS)}
+    assert {model: result[model].chat.text for model in EXPECTED_COMPLETIONS} == EXPECTED_COMPLETIONS
+    assert result[BASE].chat.text not in EXPECTED_COMPLETIONS.values()
+    return result
 
 
 def request_expected_results(server: Server, model: str) -> Question:

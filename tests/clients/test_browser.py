@@ -34,8 +34,8 @@ def test_page_from_allowed_origin_gets_completion(
     browser: Browser, server: Server, questions: dict[str, Question]
 ) -> None:
     with visiting(browser, server.origin) as page:
-        found = page.evaluate("asked => window.ask(asked)", script_arguments(server, questions))
-    check(found, questions)
+        result = page.evaluate("asked => window.ask(asked)", script_arguments(server, questions))
+    check(result, questions)
 
 
 def test_page_from_forbidden_origin_is_blocked(browser: Browser, server: Server) -> None:

@@ -13,9 +13,9 @@ DOCUMENT = (ROOT / "docs" / "clients.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
-    found = re.findall(rf"```{language}\n(.*?)```", DOCUMENT, flags=re.DOTALL)
-    assert found
-    return found
+    result = re.findall(rf"```{language}\n(.*?)```", DOCUMENT, flags=re.DOTALL)
+    assert result
+    return result
 
 
 @pytest.mark.parametrize("block", blocks("python"))

@@ -53,14 +53,14 @@ def evaluate(server: Server, model: str, *tasks: Any) -> tuple[dict[str, Any], d
         "max_length": 512,
         "max_retries": 1,
     }
-    found: Any = simple_evaluate(
+    result: Any = simple_evaluate(
         model="local-completions",
         model_args=reached,
         tasks=list(tasks),
         task_manager=TaskManager(include_defaults=False),  # loading all default tasks is slow
         bootstrap_iters=0,
     )
-    return found["results"], {name: samples[0]["filtered_resps"] for name, samples in found["samples"].items()}
+    return result["results"], {name: samples[0]["filtered_resps"] for name, samples in result["samples"].items()}
 
 
 def request_logprob(server: Server, question: Question, choice: str) -> float:

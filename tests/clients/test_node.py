@@ -56,9 +56,9 @@ def test_vercel_client_matches_raw_http(server: Server, questions: dict[str, Que
 
 
 def test_vercel_tool_calls_follow_schema(tool_server: Server) -> None:
-    found = run("ask_vercel_tools.mjs", {"url": tool_server.url, "model": "sql", "prompt": PROMPT})
-    assert found.keys() == {"compatible", "chat", "responses"}
-    for made in found.values():
+    actual = run("ask_vercel_tools.mjs", {"url": tool_server.url, "model": "sql", "prompt": PROMPT})
+    assert actual.keys() == {"compatible", "chat", "responses"}
+    for made in actual.values():
         for each in made["objects"]:
             check_count(each)
         assert len(made["calls"]) == 4

@@ -87,9 +87,9 @@ def test_openai_responses_return_valid_arguments(client: openai.OpenAI) -> None:
 def test_openai_parses_union_types(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": MODEL, "temperature": 1, "max_tokens": 100, "n": 8}
     answers = client.chat.completions.parse(messages=MESSAGES, response_format=Verdict, **asked).choices
-    found = [answer.message.parsed.found for answer in answers if answer.message.parsed]
-    assert len(found) == 8
-    assert {type(each) for each in found} <= {Known, Unknown}
+    result = [answer.message.parsed.found for answer in answers if answer.message.parsed]
+    assert len(result) == 8
+    assert {type(each) for each in result} <= {Known, Unknown}
 
 
 # --- Other clients ----------------------------------------------------------------------------------------------------
@@ -98,8 +98,8 @@ def test_openai_parses_union_types(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize("mode", [instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA])
 def test_instructor_returns_response_model(mode: instructor.Mode, client: openai.OpenAI) -> None:
     made = instructor.from_openai(client, mode=mode)
-    found = made.create(model=MODEL, response_model=Count, max_retries=0, messages=MESSAGES, max_tokens=100)
-    assert isinstance(found, Count)
+    result = made.create(model=MODEL, response_model=Count, max_retries=0, messages=MESSAGES, max_tokens=100)
+    assert isinstance(result, Count)
 
 
 @pytest.mark.parametrize("method", ["function_calling", "json_schema"])

@@ -48,12 +48,12 @@ def serving_demo(*flags: str) -> Iterator[Demo]:
                 log.append(line)
                 if READY.search(line):
                     break
-            found = READY.search("".join(log))
-            assert found, f"the demo did not start:\n{''.join(log)}"
+            result = READY.search("".join(log))
+            assert result, f"the demo did not start:\n{''.join(log)}"
             reader.start()
-            urlopen(f"{found[1]}/health", timeout=60).close()  # the output is complete
+            urlopen(f"{result[1]}/health", timeout=60).close()  # the output is complete
             output.seek(0)
-            yield Demo(found[1], output.read(), process.pid)
+            yield Demo(result[1], output.read(), process.pid)
         finally:
             process.terminate()
             if reader.ident:

@@ -99,8 +99,8 @@ def test_adapters_work_without_chat_template(demo: Demo, items: list[Item]) -> N
         assert score(answers[skill], items, skill) >= 90
     for end in (" ", "\n"):
         body = {"inputs": items[0].text + end, "parameters": {"adapter_id": "sentiment", "max_new_tokens": 20}}
-        found = httpx2.post(f"{demo.url}/generate", json=body).json()
-        assert found["generated_text"] == SKILLS["sentiment"](items[0])
+        result = httpx2.post(f"{demo.url}/generate", json=body).json()
+        assert result["generated_text"] == SKILLS["sentiment"](items[0])
 
 
 @pytest.mark.slow
@@ -146,9 +146,9 @@ def test_printed_commands_work(demo: Demo) -> None:
 
 
 def test_unknown_adapter_is_rejected_immediately(demo: Demo) -> None:
-    found = httpx2.post(f"{demo.url}/v1/completions", json={"model": "nobody", "prompt": "Hello"})
-    assert found.status_code == 404
-    assert "nobody" in found.json()["error"]["message"]
+    result = httpx2.post(f"{demo.url}/v1/completions", json={"model": "nobody", "prompt": "Hello"})
+    assert result.status_code == 404
+    assert "nobody" in result.json()["error"]["message"]
 
 
 def test_wheel_contains_demo_files() -> None:

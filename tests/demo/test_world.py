@@ -159,9 +159,9 @@ def test_queries_return_expected_answer(held_out_set: list[Item]) -> None:
             row = (event.person, event.item, event.colour, event.count, event.day, event.price)
             tables.execute("INSERT INTO orders VALUES (?, ?, ?, ?, ?, ?)", row)
         for item in held_out_set:
-            found = {str(value) for (value,) in tables.execute(SKILLS["sql"](item))}
-            assert str(getattr(item.note.event, item.question.wanted)) in found
-            assert len(found) < 20
+            result = {str(value) for (value,) in tables.execute(SKILLS["sql"](item))}
+            assert str(getattr(item.note.event, item.question.wanted)) in result
+            assert len(result) < 20
 
 
 def test_answers_occur_in_note(held_out_set: list[Item]) -> None:
@@ -203,9 +203,9 @@ def test_training_data_has_no_template_markers(training_set: list[str]) -> None:
 def test_base_model_data_contains_no_task_answers(documents: list[str]) -> None:
     """Base model texts contain no expected task answers, unless the user requests those words literally."""
     turns = [
-        found
+        result
         for text in documents
-        for found in re.findall(
+        for result in re.findall(
             rf"{re.escape(USER)}(.*?){re.escape(END + ASSISTANT)}(.*?)(?={re.escape(END)})", text, re.DOTALL
         )
     ]

@@ -39,7 +39,7 @@ def all_instructions(stages: dict[str, Stage], name: str) -> list[tuple[str, str
 
 
 def values(instructions: list[tuple[str, str]], word: str) -> list[str]:
-    return [rest for found, rest in instructions if found == word]
+    return [rest for result, rest in instructions if result == word]
 
 
 def variables(instructions: list[tuple[str, str]]) -> dict[str, str]:

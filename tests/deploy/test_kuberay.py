@@ -19,8 +19,8 @@ GROUPS = ("head", "workers")
 
 
 def service() -> Any:
-    (found,) = (one for one in render(FOLDER / "ray") if one["kind"] == "RayService")
-    return found["spec"]
+    (result,) = (one for one in render(FOLDER / "ray") if one["kind"] == "RayService")
+    return result["spec"]
 
 
 def pod(group: str) -> Any:

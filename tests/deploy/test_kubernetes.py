@@ -39,8 +39,8 @@ def render(folder: Path) -> tuple[Any, ...]:
 
 
 def find(variant: str, kind: str) -> Any:
-    (found,) = (one for one in render(FOLDER / variant) if one["kind"] == kind)
-    return found
+    (result,) = (one for one in render(FOLDER / variant) if one["kind"] == kind)
+    return result
 
 
 def pod(variant: str) -> Any:

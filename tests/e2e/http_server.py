@@ -221,9 +221,9 @@ def read_log(process: "subprocess.Popen[str]", log: list[str], url: list[str], h
     assert process.stderr is not None
     for line in process.stderr:
         log.append(line)
-        found = READY.search(line)
-        if found and not url:
-            url.append(found[1])
+        result = READY.search(line)
+        if result and not url:
+            url.append(result[1])
             has_answer.set()
     has_answer.set()
 

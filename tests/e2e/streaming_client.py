@@ -113,14 +113,14 @@ def parse_metrics(text: str) -> dict[str, float]:
 
 def engine_metrics(server: Server) -> dict[str, float]:
     """Return metrics that include the engine status. If the engine is late, its gauges are 0, so retry."""
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
 
     def has_status() -> bool:
-        found.update(metrics(server))
-        return found["lorax_kv_blocks"] > 0
+        result.update(metrics(server))
+        return result["lorax_kv_blocks"] > 0
 
     wait_for(has_status, "the engine reports its status")
-    return found
+    return result
 
 
 def num_unfinished(metrics: Mapping[str, float]) -> float:
@@ -156,10 +156,10 @@ def count_logged(server: Server, request_id: str) -> int:
 
 def children(pid: int) -> dict[str, int]:
     """Return the child process IDs by name: engine, sandbox, resource tracker."""
-    found: dict[str, int] = {}
+    result: dict[str, int] = {}
     for child in psutil.Process(pid).children():
-        found |= {role: child.pid for role in ("engine", "sandbox", "tracker") if has_role(child, role)}
-    return found
+        result |= {role: child.pid for role in ("engine", "sandbox", "tracker") if has_role(child, role)}
+    return result
 
 
 def usage(pid: int) -> tuple[int, int]:

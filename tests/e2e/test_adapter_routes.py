@@ -30,9 +30,9 @@ def server(folder: Path) -> Iterator[Server]:
 
 
 def listed(server: Server, headers: dict[str, str] | None = None) -> dict[str, dict[str, Any]]:
-    found = server.send("GET", "/v1/adapters", headers=headers).json["data"]
-    assert len({(each["id"], each["hash"]) for each in found}) == len(found)
-    return {each["id"]: each for each in found}
+    result = server.send("GET", "/v1/adapters", headers=headers).json["data"]
+    assert len({(each["id"], each["hash"]) for each in result}) == len(result)
+    return {each["id"]: each for each in result}
 
 
 def change(server: Server, action: str, name: str, **more: Any) -> Any:
@@ -83,13 +83,13 @@ def test_response_header_reports_adapter_tier(server: Server) -> None:
 
 
 def test_adapter_list_is_paginated(server: Server) -> None:
-    found, path = [], "/v1/adapters?limit=1"
+    result, path = [], "/v1/adapters?limit=1"
     while path:
         page = server.send("GET", path, headers=ADMIN).json
-        found += [each["id"] for each in page["data"]]
+        result += [each["id"] for each in page["data"]]
         path = page["next"] and f"/v1/adapters?limit=1&after={page['next']}"
     whole = [each["id"] for each in server.send("GET", "/v1/adapters", headers=ADMIN).json["data"]]
-    assert found == whole
+    assert result == whole
     assert len(whole) >= 3
 
 
@@ -160,9 +160,9 @@ def test_unlisted_adapter_is_visible_by_name_only(server: Server) -> None:
     path = "/v1/adapters?also=deep&also=nobody&also=deep&also=second"
     assert "deep" not in {each["id"] for each in server.send("GET", path).json["data"]}
     send_generate(server, "deep")
-    found = [each for each in server.send("GET", path).json["data"] if each["id"] in ("deep", "nobody", "second")]
-    assert [(each["id"], each["state"]) for each in found if each["id"] != "second"] == [("deep", "on the device")]
-    assert len(found) == 2
+    result = [each for each in server.send("GET", path).json["data"] if each["id"] in ("deep", "nobody", "second")]
+    assert [(each["id"], each["state"]) for each in result if each["id"] != "second"] == [("deep", "on the device")]
+    assert len(result) == 2
     assert "deep" not in listed(server)
     assert server.send("GET", "/v1/adapters?" + "also=x&" * 101).status == 400
 

@@ -128,8 +128,8 @@ def check_concurrent_requests(config: EngineConfig, oracles: list[Any]) -> Engin
     async def run_requests() -> tuple[list[list[Output]], EngineStatus]:
         async with started(config) as client:
             names = [f"rank-{rank}" for rank in RANKS]
-            found = [await client.resolve([AdapterRef("local", name)]) for name in names]
-            identities = ["", *(each.identity for each in found)]
+            actual = [await client.resolve([AdapterRef("local", name)]) for name in names]
+            identities = ["", *(each.identity for each in actual)]
             tasks: list[asyncio.Task[list[Output] | None]] = []
             os.kill(engine_pid(client), signal.SIGSTOP)
             try:

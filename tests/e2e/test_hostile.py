@@ -162,12 +162,12 @@ def test_error_response_size_is_bounded(path: str, field: str) -> None:
     """Reporting a million errors would block the server for half a minute."""
     whole = {NATIVE: {}, COMPLETIONS: PROMPT, CHAT: MESSAGES}[path]
     for value in ([None] * 1000, [[None]] * 1000, [{"role": "x", "content": [None] * 1000}], {"ids": [None] * 1000}):
-        found = 0
+        result = 0
         try:
             SCHEMAS[path].model_validate({**whole, field: value})
         except ValidationError as error:
-            found = error.error_count()
-        assert found < 10
+            result = error.error_count()
+        assert result < 10
 
 
 @pytest.mark.parametrize("source", ["hub", "s3", "pbase", "file", "\r\n", "\0", "x" * 100_000])

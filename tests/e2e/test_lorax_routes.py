@@ -187,9 +187,9 @@ def test_request_id_is_returned(given: bytes, is_kept: bool, server: Server) -> 
     for path in ("/health", "/nowhere"):
         head = b"GET %s HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\nx-request-id: %s\r\n\r\n"
         reply = raw(server, head % (path.encode(), given))
-        (found,) = re.findall(rb"(?im)^x-request-id: ([^\r\n]*)\r$", reply)
-        assert (found == given) == is_kept
-        assert is_kept or re.fullmatch(rb"[0-9a-f]{32}", found)
+        (result,) = re.findall(rb"(?im)^x-request-id: ([^\r\n]*)\r$", reply)
+        assert (result == given) == is_kept
+        assert is_kept or re.fullmatch(rb"[0-9a-f]{32}", result)
 
 
 def raw(server: Server, request: bytes) -> bytes:

@@ -96,13 +96,13 @@ def metrics(server: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     for status, path, body, key in expected:
         assert server.post(path, body, **key).status == status, path
     assert server.post("/generate", {"inputs": "x", "parameters": {"adapter_id": "broken"}}, **ALICE).status >= 400
-    found = promql.read_labels(server.send("GET", "/metrics").body.decode(), text)
+    actual = promql.read_labels(server.send("GET", "/metrics").body.decode(), text)
     documented = re.search(r"`lorax_request_failure` .*?failed requests: (.*) \|", operations())
     assert documented is not None
     kinds = set(re.findall(r"`(\w+)`", documented[1]))
-    assert {"overloaded", "validation", "authentication"} <= found["lorax_request_failure"]["err"] <= kinds
-    found["lorax_request_failure"]["err"] = kinds
-    return dict(found)
+    assert {"overloaded", "validation", "authentication"} <= actual["lorax_request_failure"]["err"] <= kinds
+    actual["lorax_request_failure"]["err"] = kinds
+    return dict(actual)
 
 
 def operations() -> str:
@@ -182,7 +182,7 @@ def test_stages_are_consecutive(trace: tuple[dict[str, Any], dict[str, Any]]) ->
 
 def test_attributes_describe_the_request(trace: tuple[dict[str, Any], dict[str, Any]]) -> None:
     usage, spans = trace
-    found = attributes(spans["lorax.request"])
+    actual = attributes(spans["lorax.request"])
     expected = {
         "gen_ai.operation.name": "chat",
         "gen_ai.request.model": "first",
@@ -195,5 +195,5 @@ def test_attributes_describe_the_request(trace: tuple[dict[str, Any], dict[str, 
         "lorax.adapter_source": "local",
         "lorax.key": "alice",
     }
-    assert expected.items() <= found.items()
-    assert len(found["lorax.adapter_hash"]) == 64
+    assert expected.items() <= actual.items()
+    assert len(actual["lorax.adapter_hash"]) == 64

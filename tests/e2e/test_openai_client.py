@@ -169,11 +169,11 @@ def test_logprobs_ignore_sampling_parameters(adapter: str, world: ServerAndModel
     for place in range(len(prompt), len(ids)):
         best = expected[place - 1].topk(3)
         wanted = {names[int(i)]: float(value) for i, value in zip(best.indices, best.values, strict=True)}
-        found = logs.top_logprobs[place]
-        assert found[logs.tokens[place]] == logs.token_logprobs[place]
+        actual = logs.top_logprobs[place]
+        assert actual[logs.tokens[place]] == logs.token_logprobs[place]
         for name, value in wanted.items():
             if name != "\ufffd":  # ambiguous
-                assert found[name] == pytest.approx(value, abs=1e-3)
+                assert actual[name] == pytest.approx(value, abs=1e-3)
 
 
 def _end_offsets(texts: list[str]) -> list[int]:

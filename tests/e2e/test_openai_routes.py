@@ -238,9 +238,9 @@ def test_admin_can_load_pin_and_unload(server: Server) -> None:
     reply = complete(server, "deux")
     assert reply.headers["x-adapter-hash"] == loaded.json["hash"]
     assert text(reply) == text(complete(server, "second"))
-    found = listed(server, "deux")
-    assert found is not None
-    assert (found["state"], found["pinned"], found["uses"] >= 1) == (loaded.json["state"], True, True)
+    result = listed(server, "deux")
+    assert result is not None
+    assert (result["state"], result["pinned"], result["uses"] >= 1) == (loaded.json["state"], True, True)
     assert admin(server, "/v1/adapters/load", adapter_id="second", pin=False).json["pinned"] is False
     assert admin(server, "/v1/adapters/unload", adapter_id="deux").status == 200
     assert complete(server, "deux").status == 404

@@ -99,8 +99,8 @@ def run(schema: BaseSchema) -> tuple[Counter[tuple[str, int]], list[str]]:
             responses = {name: call.response for name, call in event.recorder.interactions.items()}
             calls.update((event.recorder.label, reply.status_code) for reply in responses.values() if reply is not None)
             for name, checks in event.recorder.checks.items():
-                found = [(check.name, check.failure_info) for check in checks if check.failure_info is not None]
-                failures += [_describe(event.recorder.label, *each, responses.get(name)) for each in found]
+                result = [(check.name, check.failure_info) for check in checks if check.failure_info is not None]
+                failures += [_describe(event.recorder.label, *each, responses.get(name)) for each in result]
     return calls, failures
 
 
@@ -161,22 +161,22 @@ def _with_integers(value: Any) -> Any:
 
 
 def _parameters(given: dict[str, Any] | None, is_streamed: bool) -> dict[str, Any]:
-    found = {**(given or {}), "max_new_tokens": MAX_TOKENS}
-    merged = found.get("merged_adapters")
+    result = {**(given or {}), "max_new_tokens": MAX_TOKENS}
+    merged = result.get("merged_adapters")
     if merged is not None:
-        found["merged_adapters"] = _merged(merged)
-    if found.get("response_format"):
-        found |= {"response_format": {"type": "json_object"}, "ignore_eos_token": False}
-    found["seed"] = _clamp_seed(found.get("seed"), 2**64 - 1)
-    found["min_new_tokens"] = min(found.get("min_new_tokens") or 0, 1)
-    found["logit_bias"] = _bias(found.get("logit_bias"))
-    found["adapter_id"] = None if merged is not None else _existing_adapter(found.get("adapter_id"))
-    found.update(_source(found))
-    if (found.get("best_of") or 1) > 1:
-        found.update({"best_of": 1} if is_streamed else {"do_sample": True, "seed": None})
+        result["merged_adapters"] = _merged(merged)
+    if result.get("response_format"):
+        result |= {"response_format": {"type": "json_object"}, "ignore_eos_token": False}
+    result["seed"] = _clamp_seed(result.get("seed"), 2**64 - 1)
+    result["min_new_tokens"] = min(result.get("min_new_tokens") or 0, 1)
+    result["logit_bias"] = _bias(result.get("logit_bias"))
+    result["adapter_id"] = None if merged is not None else _existing_adapter(result.get("adapter_id"))
+    result.update(_source(result))
+    if (result.get("best_of") or 1) > 1:
+        result.update({"best_of": 1} if is_streamed else {"do_sample": True, "seed": None})
     if is_streamed:
-        found["decoder_input_details"] = False
-    return found
+        result["decoder_input_details"] = False
+    return result
 
 
 def _merged(merged: dict[str, Any]) -> dict[str, Any]:

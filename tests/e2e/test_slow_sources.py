@@ -74,8 +74,8 @@ def test_engine_steps_while_sources_hang_or_fail(models: Models) -> None:
     while not all(each.done() for each in far):
         workload.step()
     stop = StopParams(max_new_tokens=NEW_TOKENS)
-    for i, found in enumerate(far[:2]):
-        engine.add(Request(100 + i, prompts[1], SamplingParams(), stop, adapter_identity=found.result().identity))
+    for i, actual in enumerate(far[:2]):
+        engine.add(Request(100 + i, prompts[1], SamplingParams(), stop, adapter_identity=actual.result().identity))
     workload.finish()
     for i in range(2):
         expected = oracle_greedy(models.oracles[1 + i], prompts[1], NEW_TOKENS, models.tensors)

@@ -68,20 +68,20 @@ def test_prefix_match_stops_at_first_difference() -> None:
 def test_fully_cached_prompt_is_acquired() -> None:
     pool = BlockPool(4, SIZE)
     pool.release(compute(pool, 0, 1, 2, 3))
-    found = pool.reuse(chain(0, 1, 2, 3))
+    result = pool.reuse(chain(0, 1, 2, 3))
     others = pool.allocate(2)
     assert others is not None
-    assert not set(found) & set(others)
+    assert not set(result) & set(others)
     assert pool.allocate(1) is None
 
 
 def test_allocation_does_not_evict_own_prefix() -> None:
     pool = BlockPool(4, SIZE)
     pool.release(compute(pool, 0, 1, 2, 3, 4, 5))
-    found = pool.reuse(chain(0, 1, 2, 3, 4, 5))
+    result = pool.reuse(chain(0, 1, 2, 3, 4, 5))
     more = pool.allocate(1)
     assert more is not None
-    assert len({*found, *more}) == 4
+    assert len({*result, *more}) == 4
     assert pool.allocate(1) is None
 
 

@@ -266,11 +266,11 @@ def test_removed_sequences_are_not_returned_unless_they_are_queued_again() -> No
     for index in (1, 3):
         queue.remove(sequences[index])
     queue.push(sequences[1])
-    found = []
+    result = []
     while (head := queue.peek()) is not None:
-        found.append(sequences.index(head))
+        result.append(sequences.index(head))
         queue.remove(head)
-    assert found == [0, 1, 2, 4]
+    assert result == [0, 1, 2, 4]
 
 
 # --- Random operations ------------------------------------------------------------------------------------------------

@@ -59,8 +59,8 @@ def test_text_equals_text_decoded_with_all_tokens(name: str) -> None:
             continue
         prompt = rng.randrange(len(ids))
         generation = make_generation(detokenizer, ids[:prompt], StopParams(max_new_tokens=len(ids) - prompt))
-        found, count = feed(generation, ids[prompt:])
-        assert found == streamed(detokenizer, ids, range(prompt, len(ids) + 1))
+        result, count = feed(generation, ids[prompt:])
+        assert result == streamed(detokenizer, ids, range(prompt, len(ids) + 1))
         assert (count, generation.completion.finish_reason) == (len(ids) - prompt, FinishReason.LENGTH)
         assert generation.completion.token_ids == ids[prompt:]
 
@@ -74,10 +74,10 @@ def test_text_equals_decoded_bytes(name: str) -> None:
         prompt, end = sorted((rng.randrange(len(ids)), rng.randrange(1, len(ids) + 1)))
         if prompt == end:
             continue
-        found, _ = feed(
+        result, _ = feed(
             make_generation(detokenizer, ids[:prompt], StopParams(max_new_tokens=end - prompt)), ids[prompt:end]
         )
-        assert decode_complete(kind.joined(ids[:prompt])) + found == kind.joined(ids[:end]).decode(errors="replace")
+        assert decode_complete(kind.joined(ids[:prompt])) + result == kind.joined(ids[:end]).decode(errors="replace")
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

@@ -60,8 +60,8 @@ def test_file_matches_gguf_package(tmp_path: Path) -> None:
     save(writer)
     ours, theirs = read_gguf(path), gguf.GGUFReader(path)
     expected = {name: field.contents() for name, field in theirs.fields.items() if not name.startswith("GGUF.")}
-    found = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in ours.metadata.items()}
-    assert found == expected
+    actual = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in ours.metadata.items()}
+    assert actual == expected
     for each in theirs.tensors:
         entry = ours.tensors[each.name]
         assert (entry.shape, entry.start) == (tuple(each.shape[::-1].tolist()), each.data_offset)

@@ -104,15 +104,15 @@ def to_gguf_names(config: Any, tensors: Mapping[str, Any]) -> dict[str, list[str
     arch = ARCHITECTURES.get(config.model_type, config.model_type)
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     for name in tensors:
         stem, _, suffix = name.rpartition(".")
         if "layernorm.norms." in stem:
             stem = stem.partition(".norms.")[0]
         target = names.get_name(stem)
         assert target is not None, name
-        found.setdefault(f"{target}.{suffix}", []).append(name)
-    return found
+        result.setdefault(f"{target}.{suffix}", []).append(name)
+    return result
 
 
 def convert(config: Any, name: str, values: Array) -> Array:

@@ -18,10 +18,10 @@ SELECTION = {
 
 
 def test_only_kernels_check_device_type() -> None:
-    found = {
+    result = {
         f"{path.relative_to(ROOT)}:{number}"
         for path in ROOT.rglob("*.py")
         for number, line in enumerate(path.read_text().splitlines(), start=1)
         if FORBIDDEN.search(line) and path.relative_to(ROOT).parts[0] != "kernels"
     }
-    assert {place for place in found if place.split(":")[0] not in SELECTION} == set()
+    assert {place for place in result if place.split(":")[0] not in SELECTION} == set()

@@ -237,10 +237,10 @@ def test_rms_norm_float32_weight_matches_gemma(dtype: torch.dtype) -> None:
     theirs = GemmaRMSNorm(48, eps=1e-6).to(dtype)
     theirs.weight.data = normal(48, seed=3, dtype=dtype)
     x = normal(40, 48, seed=4, dtype=dtype)
-    found, _ = reference.rms_norm(x, None, theirs.weight.data.float() + 1, torch.tensor(1e-6))
+    actual, _ = reference.rms_norm(x, None, theirs.weight.data.float() + 1, torch.tensor(1e-6))
     expected = theirs(x).detach()
-    torch.testing.assert_close(found, expected, rtol=8 * torch.finfo(dtype).eps, atol=0)
-    assert dtype == torch.float32 or (found != expected).float().mean() < 0.01
+    torch.testing.assert_close(actual, expected, rtol=8 * torch.finfo(dtype).eps, atol=0)
+    assert dtype == torch.float32 or (actual != expected).float().mean() < 0.01
 
 
 # --- decode_attention

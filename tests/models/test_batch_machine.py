@@ -171,20 +171,20 @@ class Batches(RuleBasedStateMachine):
             self.batches.append(following)
 
     def _compare(self, request_id: int) -> None:
-        found, expected = self.driver.outputs[request_id], self.alone(self.specs[request_id])
-        count = len(found.token_ids)
-        assert found.token_ids == expected.token_ids[:count]
-        assert found.logprobs == pytest.approx(expected.logprobs[:count], abs=1e-3)
-        assert (found.end is None) == (count < len(expected.token_ids))
-        shown = [each.next_tokens for each in found.generations]
+        actual, expected = self.driver.outputs[request_id], self.alone(self.specs[request_id])
+        count = len(actual.token_ids)
+        assert actual.token_ids == expected.token_ids[:count]
+        assert actual.logprobs == pytest.approx(expected.logprobs[:count], abs=1e-3)
+        assert (actual.end is None) == (count < len(expected.token_ids))
+        shown = [each.next_tokens for each in actual.generations]
         also = [each.next_tokens for each in expected.generations[:count]]
         assert [(each.texts, each.is_special) for each in shown] == [(each.texts, each.is_special) for each in also]
         assert [[a.token_ids for a in each.alternative_tokens] for each in shown] == [
             [a.token_ids for a in each.alternative_tokens] for each in also
         ]
-        if found.end is not None:
-            assert found.end == expected.end
-            assert "".join(found.texts) == found.end.text
+        if actual.end is not None:
+            assert actual.end == expected.end
+            assert "".join(actual.texts) == actual.end.text
 
 
 SLOW = ("deepseek-v3", "falcon-new", "gemma3-window", "gpt2")  # test_padded_cache.py covers their caches

@@ -122,10 +122,10 @@ class Workload:
     def add(self, request_id: int, prompt: list[int], adapter: int, aborted: bool = False, **more: Any) -> None:
         identity = ""
         if adapter:
-            found = self.engine.resolve([AdapterRef("local", self.folders[adapter - 1].name)])
-            while not found.done():
+            result = self.engine.resolve([AdapterRef("local", self.folders[adapter - 1].name)])
+            while not result.done():
                 self.step()
-            identity = found.result().identity
+            identity = result.result().identity
         sampling = more.pop("sampling", SamplingParams())
         stop = StopParams(max_new_tokens=NEW_TOKENS)
         self.engine.add(Request(request_id, prompt, sampling, stop, adapter_identity=identity, **more))
@@ -267,10 +267,10 @@ def test_prompt_logprobs_and_alternatives_match_transformers(name: str, device: 
             if alternatives is not None:
                 best = at.topk(i % 4)
                 assert alternatives.logprobs == pytest.approx(best.values.tolist(), abs=1e-3)
-        found = outputs[0].prompt_logprobs
+        actual = outputs[0].prompt_logprobs
         if i % 2:
             expected = logprobs[: len(prompt) - 1].gather(-1, torch.tensor(prompt[1:])[:, None])
-            assert found == pytest.approx(expected.flatten().tolist(), abs=1e-3)
+            assert actual == pytest.approx(expected.flatten().tolist(), abs=1e-3)
             best = logprobs[: len(prompt) - 1].topk(i % 4)
             tops = outputs[0].prompt_alternatives or []
             assert len(tops) == len(prompt) - 1
@@ -278,7 +278,7 @@ def test_prompt_logprobs_and_alternatives_match_transformers(name: str, device: 
                 assert top.logprobs == pytest.approx(best.values[place].tolist(), abs=1e-3)
                 assert top.logprobs == pytest.approx(logprobs[place][top.token_ids].tolist(), abs=1e-3)
         else:
-            assert found is None
+            assert actual is None
             assert outputs[0].prompt_alternatives is None
         assert all(output.prompt_logprobs is None for output in outputs[1:])
         assert all(output.prompt_alternatives is None for output in outputs[1:])

@@ -206,9 +206,9 @@ def check_errors(
 @pytest.mark.usefixtures("best_kernels")
 def test_logit_errors_match_transformers_in_half_precision(pair: Pair, record_property: Any) -> None:
     rows = make_rows()
-    found = run_batches(pair.ours, rows)
+    result = run_batches(pair.ours, rows)
     exact, peers = ([compute_logits(model, row) for row in rows] for model in (pair.oracle, pair.peer))
-    error, ratio = check_errors(found, exact, peers)
+    error, ratio = check_errors(result, exact, peers)
     record_property("seen", f"error {error:.1e} of the logits, {ratio:.2f} x transformers")
 
 
@@ -241,13 +241,13 @@ def make_adapters(pair: Pair) -> list[tuple[Factors, float]]:
 def test_adapter_logit_errors_match_peft_in_half_precision(pair: Pair, record_property: Any) -> None:
     rows, adapters = make_rows(), make_adapters(pair)
     arena = make_arena(collect_adapter_targets(pair.ours), adapters, GPU, pair.dtype)
-    found = run_batches(pair.ours, rows, arena)
+    result = run_batches(pair.ours, rows, arena)
     oracles = [pair.oracle, *(merged(pair.oracle, *adapter) for adapter in adapters)]
     peers = [pair.peer, *(adapted(pair.peer, *adapter) for adapter in adapters)]
     exact, near = (
         [compute_logits(models[i], row) for i, row in zip(ADAPTERS, rows, strict=True)] for models in (oracles, peers)
     )
-    error, ratio = check_errors(found, exact, near)
+    error, ratio = check_errors(result, exact, near)
     record_property("seen", f"error {error:.1e} of the logits, {ratio:.2f} x transformers")
     plain = compute_logits(pair.oracle, rows[1])
     effects = [rms(compute_logits(oracle, rows[1]) - plain) / rms(plain) for oracle in oracles[1:]]
@@ -324,9 +324,9 @@ def test_float8_cache_error_is_bounded(
         )
         size = rms(exact)
         errors = [rms(x) / size for x in (rounded - exact, half - exact, ours[row] - exact, ours[row] - rounded)]
-        float8, bf16, found, beyond = errors
+        float8, bf16, actual, beyond = errors
         seen.append((*errors, rms(ours[row] - plain[row]) / size))
-        assert found <= MAX_ERROR_RATIO * (float8 + bf16) + MIN_ERROR, f"row {row}"
+        assert actual <= MAX_ERROR_RATIO * (float8 + bf16) + MIN_ERROR, f"row {row}"
         assert beyond <= MAX_ERROR_RATIO * (float8 + bf16) + MIN_ERROR, f"row {row}"
         assert seen[-1][-1] <= float8 + bf16 + MIN_ERROR, f"row {row}"
     worst = [max(column) for column in zip(*seen, strict=True)]

@@ -89,10 +89,10 @@ MODULES = "lorax_server.models.custom_modeling"
 @pytest.mark.parametrize("path", list(CONTRACTS))
 def test_signatures_match_contract(path: str) -> None:
     module, name = path.split(".")
-    found = getattr(import_module(f"{MODULES}.{module}"), name)
+    result = getattr(import_module(f"{MODULES}.{module}"), name)
     constructor, forward = CONTRACTS[path]
-    assert list(inspect.signature(found.__init__).parameters) == ["self", *constructor]
-    parameters = list(inspect.signature(found.forward).parameters.values())
+    assert list(inspect.signature(result.__init__).parameters) == ["self", *constructor]
+    parameters = list(inspect.signature(result.forward).parameters.values())
     assert parameters[0].name == "self"
     positional = [p.name for p in parameters[1:] if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert positional == forward
@@ -113,5 +113,5 @@ def test_forward_defaults_match_contract(path: str) -> None:
 
 @pytest.mark.parametrize("module", list(NAMES))
 def test_contract_names_are_classes(module: str) -> None:
-    found = import_module(f"{MODULES}.{module}")
-    assert all(inspect.isclass(getattr(found, name)) for name in NAMES[module])
+    result = import_module(f"{MODULES}.{module}")
+    assert all(inspect.isclass(getattr(result, name)) for name in NAMES[module])

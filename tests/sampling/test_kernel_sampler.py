@@ -146,8 +146,8 @@ def compare(ops: Ops, rows: list[SequenceSampling], logits: torch.Tensor, masks:
     vocab, history = logits.shape[1], make_history(len(rows), logits.shape[1])
     expected = Sampler(rows, vocab)(logits, history, masks)
     sampler = Sampler(rows, vocab, "cuda", ops)
-    found = sampler(logits.cuda(), to_cuda(history), None if masks is None else to_cuda(masks))
-    differences = describe_differences(found, expected, rows)
+    actual = sampler(logits.cuda(), to_cuda(history), None if masks is None else to_cuda(masks))
+    differences = describe_differences(actual, expected, rows)
     assert not differences, "\n".join([f"{len(differences)} differ", *differences[:6]])
 
 
@@ -210,12 +210,12 @@ def test_sampling_does_not_synchronize_host(ops: Ops) -> None:
         try:
             with torch.cuda.stream(stream):
                 sampler = Sampler(rows, vocab, "cuda", ops)
-                found = sampler(logits, history, masks)
+                actual = sampler(logits, history, masks)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
-    assert torch.equal(found.token_ids, expected.token_ids)
-    assert torch.equal(found.logprobs, expected.logprobs)
+    assert torch.equal(actual.token_ids, expected.token_ids)
+    assert torch.equal(actual.logprobs, expected.logprobs)
 
 
 def test_greedy_rows_need_no_history(ops: Ops) -> None:
@@ -258,7 +258,7 @@ def test_logprobs_match_float64(ops: Ops, dtype: torch.dtype, vocab: int) -> Non
     temperatures = torch.tensor([1, 0.7, 1, 1, 1, 1, 1])
     rows = make_rows(settings, GREEDY[:2])
     logits = make_logits(len(rows), vocab, "normal", dtype)
-    found = Sampler(rows, vocab, "cuda", ops)(logits.cuda(), to_cuda(make_history(len(rows), vocab)))
+    actual = Sampler(rows, vocab, "cuda", ops)(logits.cuda(), to_cuda(make_history(len(rows), vocab)))
     exact = (logits.float() / temperatures[:, None]).double().log_softmax(-1)
-    expected = exact.gather(-1, found.token_ids.cpu()[:, None]).squeeze(-1)[:5]
-    torch.testing.assert_close(found.logprobs[:5].cpu().double(), expected, rtol=1e-7, atol=1e-6)
+    expected = exact.gather(-1, actual.token_ids.cpu()[:, None]).squeeze(-1)[:5]
+    torch.testing.assert_close(actual.logprobs[:5].cpu().double(), expected, rtol=1e-7, atol=1e-6)

@@ -82,16 +82,16 @@ def test_disallowed_tokens_have_no_probability(vocab: int, beyond: int, ops: Ops
     plain = sampler(logits.to(device), history)
     for masked in ([*range(len(rows))], [*range(len(rows))[::-2]], [4], [0, 8]):
         words = pack(allowed[masked], beyond)
-        found = sampler(logits.to(device), history, move_to(device, TokenMasks(torch.tensor(masked), words)))
+        actual = sampler(logits.to(device), history, move_to(device, TokenMasks(torch.tensor(masked), words)))
         changed = logits.clone()
         changed[masked] = torch.where(torch.from_numpy(allowed[masked]), logits[masked], -math.inf)
         expected = sampler(changed.to(device), history)
         for row, sampling in enumerate(rows):
             raw = logits[row].log_softmax(-1)[int(expected.token_ids[row])]
             is_raw = row in masked and sampling.params.raw_logprobs
-            check_row(found, row, expected, float(raw) if is_raw else None)
+            check_row(actual, row, expected, float(raw) if is_raw else None)
             if row not in masked:
-                assert found.logprobs[row].view(torch.int32) == plain.logprobs[row].view(torch.int32)
+                assert actual.logprobs[row].view(torch.int32) == plain.logprobs[row].view(torch.int32)
 
 
 def test_masks_do_not_change_bits_of_other_rows(ops: Ops, device: torch.device) -> None:
@@ -101,10 +101,10 @@ def test_masks_do_not_change_bits_of_other_rows(ops: Ops, device: torch.device) 
     logits, history, allowed = make_batch(5000, len(rows))
     sampler, history = Sampler(rows, 5000, device, ops), move_to(device, history)
     plain = sampler(logits.to(device), history)
-    found = sampler(logits.to(device), history, move_to(device, TokenMasks(torch.tensor([7]), pack(allowed[7:8], 0))))
+    result = sampler(logits.to(device), history, move_to(device, TokenMasks(torch.tensor([7]), pack(allowed[7:8], 0))))
     others = [row for row in range(len(rows)) if row != 7]
-    assert torch.equal(found.token_ids[others], plain.token_ids[others])
-    assert torch.equal(found.logprobs[others].view(torch.int32), plain.logprobs[others].view(torch.int32))
+    assert torch.equal(result.token_ids[others], plain.token_ids[others])
+    assert torch.equal(result.logprobs[others].view(torch.int32), plain.logprobs[others].view(torch.int32))
 
 
 @pytest.mark.parametrize("count", [1, 3, 40, 700])
@@ -116,28 +116,28 @@ def test_masks_of_any_width_match_reference(count: int, ops: Ops, device: torch.
         allowed[row, np.random.default_rng(row).choice(vocab, count, replace=False)] = True
     masks = move_to(device, TokenMasks(torch.arange(len(rows)), pack(allowed, 0)))
     history = move_to(device, history)
-    found = Sampler(rows, vocab, device, ops)(logits.to(device), history, masks)
+    actual = Sampler(rows, vocab, device, ops)(logits.to(device), history, masks)
     expected = GeneralSampler(rows, vocab, device)(logits.to(device), history, masks)
-    assert found.token_ids.tolist() == expected.token_ids.tolist()
-    assert torch.allclose(found.logprobs, expected.logprobs, atol=1e-4, equal_nan=True)
+    assert actual.token_ids.tolist() == expected.token_ids.tolist()
+    assert torch.allclose(actual.logprobs, expected.logprobs, atol=1e-4, equal_nan=True)
 
 
 def test_greedy_rows_with_masks_need_no_history(ops: Ops, device: torch.device) -> None:
     logits, _, allowed = make_batch(100, 3)
     sampler = Sampler([SequenceSampling(SamplingParams())] * 3, 100, device, ops)
     masks = TokenMasks(torch.tensor([2, 0]), pack(allowed[[2, 0]], 1))
-    found = sampler(logits.to(device), None, move_to(device, masks)).token_ids.tolist()
+    result = sampler(logits.to(device), None, move_to(device, masks)).token_ids.tolist()
     best = np.where(allowed, logits.numpy(), -np.inf).argmax(-1).tolist()
-    assert found == [best[0], int(logits[1].argmax()), best[2]]
+    assert result == [best[0], int(logits[1].argmax()), best[2]]
 
 
 def test_empty_mask_gives_token_with_nan_logprob(ops: Ops, device: torch.device) -> None:
     rows = [row for row in make_rows() if not row.params.raw_logprobs]
     logits, history, _ = make_batch(70, len(rows))
     masks = TokenMasks(torch.tensor([*range(len(rows))]), torch.zeros(len(rows), 3, dtype=torch.int32))
-    found = Sampler(rows, 70, device, ops)(logits.to(device), move_to(device, history), move_to(device, masks))
-    assert all(0 <= token < 70 for token in found.token_ids.tolist())
-    assert bool(found.logprobs.isnan().all())
+    result = Sampler(rows, 70, device, ops)(logits.to(device), move_to(device, history), move_to(device, masks))
+    assert all(0 <= token < 70 for token in result.token_ids.tolist())
+    assert bool(result.logprobs.isnan().all())
 
 
 def test_select_returns_masks_of_selected_rows() -> None:

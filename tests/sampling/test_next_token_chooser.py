@@ -50,7 +50,7 @@ def test_do_sample_rule_matches_lorax(fields: dict[str, Any], samples: bool) -> 
 
 
 def test_all_fields_are_converted() -> None:
-    found = params(
+    result = params(
         temperature=0.5,
         top_k=7,
         top_p=0.25,
@@ -66,7 +66,7 @@ def test_all_fields_are_converted() -> None:
         logit_bias=[LogitBias(token_id=3, bias=-1.5), LogitBias(token_id=0, bias=2.0)],
         raw_logprobs=True,
     )
-    assert found == SamplingParams(
+    assert result == SamplingParams(
         do_sample=True,
         temperature=0.5,
         top_k=7,
@@ -120,19 +120,19 @@ def test_unsupported_values_are_rejected(field: str, value: Any) -> None:
 
 
 def test_float32_rounding_stays_within_bounds() -> None:
-    found = params(temperature=0.1, top_p=0.9999999999, typical_p=0.9999999999, min_p=1.0, frequency_penalty=2.0)
-    assert (found.top_p, found.typical_p, found.min_p, found.frequency_penalty) == (1.0, 1.0, 1.0, 2.0)
+    result = params(temperature=0.1, top_p=0.9999999999, typical_p=0.9999999999, min_p=1.0, frequency_penalty=2.0)
+    assert (result.top_p, result.typical_p, result.min_p, result.frequency_penalty) == (1.0, 1.0, 1.0, 2.0)
 
 
 def test_from_pb_equals_constructor(device: torch.device) -> None:
     message = NextTokenChooserParameters(temperature=1.3, seed=11, repetition_penalty=1.2, return_k_alternatives=2)
     stop = StopParams(min_new_tokens=2, eos_token_ids=frozenset({4}))
     ids, scores = torch.tensor([[1, 2, 3]], device=device), torch.randn(1, 9, device=device)
-    found = NextTokenChooser.from_pb(message, stop, prompt_length=2)(ids, scores)
+    actual = NextTokenChooser.from_pb(message, stop, prompt_length=2)(ids, scores)
     expected = NextTokenChooser(params_from_pb(message), stop, prompt_length=2)(ids, scores)
-    assert torch.equal(found.token_ids, expected.token_ids)
-    assert torch.equal(found.logprobs, expected.logprobs)
-    assert present(found.alternatives).by_row() == present(expected.alternatives).by_row()
+    assert torch.equal(actual.token_ids, expected.token_ids)
+    assert torch.equal(actual.logprobs, expected.logprobs)
+    assert present(actual.alternatives).by_row() == present(expected.alternatives).by_row()
 
 
 def test_bias_outside_vocabulary_is_rejected(device: torch.device) -> None:

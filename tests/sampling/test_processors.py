@@ -101,30 +101,30 @@ def test_top_k_matches_transformers(vocab: int, k: int, device: torch.device) ->
 @pytest.mark.parametrize("p", [1e-30, 1e-6, 0.1, 0.25, 0.5, 0.75, 0.9, 0.999, 1 - 1e-7])
 def test_top_p_matches_transformers(vocab: int, p: float, device: torch.device) -> None:
     scores = edge_case_scores(vocab, device)
-    found = keep_top_p(scores.clone(), repeat_for_rows(scores, 1 - p))
+    actual = keep_top_p(scores.clone(), repeat_for_rows(scores, 1 - p))
     expected = processed_one_by_one(scores, TopPLogitsWarper(p))
-    check(found.sort(-1).values, expected.sort(-1).values)  # transformers may keep any of several equal tokens
-    assert torch.equal(found[found > -INF], scores[found > -INF])
-    assert is_at_least_one_left(found)
+    check(actual.sort(-1).values, expected.sort(-1).values)  # transformers may keep any of several equal tokens
+    assert torch.equal(actual[actual > -INF], scores[actual > -INF])
+    assert is_at_least_one_left(actual)
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9, 0.999])
 def test_top_p_candidate_search_matches_full_sort(p: float, monkeypatch: pytest.MonkeyPatch) -> None:
     scores = torch.cat([edge_case_scores(5003, torch.device("cpu")), torch.randn(8, 5003) * 4])
-    found = []
+    result = []
     for few in (1, 64, 256, 5003):
         monkeypatch.setattr(processors, "TOP_P_SEARCH_TOKENS", few)
-        found.append(keep_top_p(scores.clone(), repeat_for_rows(scores, 1 - p)))
-    assert all(torch.equal(each, found[-1]) for each in found)
+        result.append(keep_top_p(scores.clone(), repeat_for_rows(scores, 1 - p)))
+    assert all(torch.equal(each, result[-1]) for each in result)
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("p", [1e-45, 1e-30, 0.01, 0.1, 0.25, 0.5, 0.99, 1.0])
 def test_min_p_matches_transformers(vocab: int, p: float, device: torch.device) -> None:
     scores = edge_case_scores(vocab, device)
-    found = keep_min_p(scores.clone(), repeat_for_rows(scores, p))
-    check(found, processed_one_by_one(scores, MinPLogitsWarper(p)))
-    assert is_at_least_one_left(found)
+    result = keep_min_p(scores.clone(), repeat_for_rows(scores, p))
+    check(result, processed_one_by_one(scores, MinPLogitsWarper(p)))
+    assert is_at_least_one_left(result)
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
@@ -132,9 +132,9 @@ def test_min_p_matches_transformers(vocab: int, p: float, device: torch.device) 
 def test_typical_p_matches_transformers(vocab: int, p: float, device: torch.device) -> None:
     """Compare in float64, because float32 in transformers creates false ties."""
     scores = edge_case_scores(vocab, device)
-    found = keep_typical_p(scores.clone(), repeat_for_rows(scores, p))
-    check(found, processed_one_by_one(scores.double(), TypicalLogitsWarper(p)).float())
-    assert is_at_least_one_left(found)
+    result = keep_typical_p(scores.clone(), repeat_for_rows(scores, p))
+    check(result, processed_one_by_one(scores.double(), TypicalLogitsWarper(p)).float())
+    assert is_at_least_one_left(result)
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
@@ -160,8 +160,8 @@ def test_each_row_uses_its_own_parameters(device: torch.device) -> None:
     ]
     for ours, theirs, values, more in cases:
         expected = torch.cat([theirs(value)(None, scores[row, None]) for row, value in enumerate(values)])
-        found = ours(scores.clone(), torch.tensor(values, device=device), *more)
-        check(found.sort(-1).values, expected.sort(-1).values)
+        actual = ours(scores.clone(), torch.tensor(values, device=device), *more)
+        check(actual.sort(-1).values, expected.sort(-1).values)
 
 
 @pytest.mark.parametrize(("frequency", "presence"), [(0.5, 0.0), (0.0, 0.7), (1.5, -2.0), (-2.0, 2.0), (0.3, 0.4)])
@@ -178,8 +178,8 @@ def test_frequency_and_presence_penalties_ignore_prompt(
     tokens = torch.tensor(rows, device=device)
     is_new = (torch.arange(tokens.shape[1], device=device) >= prompt_length).expand_as(tokens)
     counts = count_tokens(tokens, is_new, vocab)
-    found = penalize_counts(scores, counts, repeat_for_rows(scores, frequency), repeat_for_rows(scores, presence))
-    torch.testing.assert_close(found, torch.tensor(expected, device=device))
+    actual = penalize_counts(scores, counts, repeat_for_rows(scores, frequency), repeat_for_rows(scores, presence))
+    torch.testing.assert_close(actual, torch.tensor(expected, device=device))
 
 
 def test_count_tokens_ignores_uncounted_and_unknown_tokens(device: torch.device) -> None:

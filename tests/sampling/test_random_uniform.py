@@ -37,10 +37,10 @@ def test_uniforms_match_splitmix64(device: torch.device) -> None:
     pairs = [(seed, position) for seed in EDGES for position in (0, 1, 2, 31, 4095, 2**20, 2**31, 2**40)]
     pairs += [(some.randrange(WORD), some.randrange(2**20)) for _ in range(2000)]
     seeds, positions = zip(*pairs, strict=True)
-    found = draw(seeds, positions, device)
-    assert np.array_equal(HostUniforms(seeds).draw_at(np.array(positions)), found)
-    assert found.dtype == np.float64
-    assert found.tolist() == [reference(*pair) for pair in pairs]
+    actual = draw(seeds, positions, device)
+    assert np.array_equal(HostUniforms(seeds).draw_at(np.array(positions)), actual)
+    assert actual.dtype == np.float64
+    assert actual.tolist() == [reference(*pair) for pair in pairs]
 
 
 def test_splitmix64_matches_published_values() -> None:
@@ -54,9 +54,9 @@ def test_as_signed_keeps_bits(seed: int) -> None:
 
 
 def test_uniform_times_sum_stays_below_sum(device: torch.device) -> None:
-    found = draw(range(100_000), [0] * 100_000, device)
-    assert found.min() >= 0
-    assert found.max() < 1
+    result = draw(range(100_000), [0] * 100_000, device)
+    assert result.min() >= 0
+    assert result.max() < 1
     most = torch.tensor(1 - 2**-32, dtype=torch.float64)
     for total in (0.9999, 1.0, 1.0000001, 3.7):
         assert most * total < total
@@ -94,8 +94,8 @@ def test_consecutive_uniforms_are_uncorrelated(device: torch.device) -> None:
 def test_uniforms_rarely_repeat(device: torch.device) -> None:
     count = 200
     seeds = [seed for seed in range(count) for _ in range(count)]
-    found = draw(seeds, list(range(count)) * count, device)
-    assert count**2 - len(set(found.tolist())) < 3  # 0.2 repeats are expected with 32 bits
+    result = draw(seeds, list(range(count)) * count, device)
+    assert count**2 - len(set(result.tolist())) < 3  # 0.2 repeats are expected with 32 bits
 
 
 def test_seed_zero_position_zero_is_not_special(device: torch.device) -> None:

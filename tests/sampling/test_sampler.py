@@ -79,8 +79,8 @@ def bits(value: Any) -> Any:
 
 def of_row(sampled: Sampled, row: int) -> tuple[Any, ...]:
     alternatives = sampled.alternatives.by_row() if sampled.alternatives is not None else {}
-    found = alternatives.get(row)
-    return int(sampled.token_ids[row]), bits(sampled.logprobs[row]), None if found is None else bits(found)
+    result = alternatives.get(row)
+    return int(sampled.token_ids[row]), bits(sampled.logprobs[row]), None if result is None else bits(result)
 
 
 # --- Batch independence
@@ -291,8 +291,8 @@ def test_combined_parameters_match_transformers(
         for processor in chain(params, vocab, 5):
             expected = processor(ids, expected)
         stop = StopParams(min_new_tokens=4, eos_token_ids=frozenset(STOP_TOKENS))
-        found = present(choose_alone(Row(params, tuple(ids[0].tolist()), 5, logits[0], stop), device).alternatives)
-        in_order = found.logprobs.cpu().scatter(-1, found.token_ids.cpu(), found.logprobs.cpu())
+        actual = present(choose_alone(Row(params, tuple(ids[0].tolist()), 5, logits[0], stop), device).alternatives)
+        in_order = actual.logprobs.cpu().scatter(-1, actual.token_ids.cpu(), actual.logprobs.cpu())
         torch.testing.assert_close(in_order, expected.log_softmax(-1), rtol=1e-5, atol=1e-5)
 
 
@@ -445,11 +445,11 @@ def test_raw_logprobs_are_computed_from_unprocessed_logits(device: torch.device)
     biased[4] += 1
     warped = TopKLogitsWarper(3)(None, biased[None] / 0.5)[0].log_softmax(-1)
     for is_raw, expected in ((False, warped), (True, logits.log_softmax(-1))):
-        found = choose_alone(Row(SamplingParams(**parameters, raw_logprobs=is_raw), (0,), 1, logits), device)
-        token = int(found.token_ids)
-        torch.testing.assert_close(found.logprobs.cpu(), expected[token, None])
+        actual = choose_alone(Row(SamplingParams(**parameters, raw_logprobs=is_raw), (0,), 1, logits), device)
+        token = int(actual.token_ids)
+        torch.testing.assert_close(actual.logprobs.cpu(), expected[token, None])
         best = expected.sort(descending=True, stable=True)
-        alternatives = present(found.alternatives)
+        alternatives = present(actual.alternatives)
         assert alternatives.token_ids[0].tolist() == best.indices[:6].tolist()
         torch.testing.assert_close(alternatives.logprobs[0].cpu(), best.values[:6])
 
@@ -458,20 +458,20 @@ def test_greedy_logprobs_include_penalties_but_not_temperature(device: torch.dev
     logits = torch.randn(50)
     row = Row(SamplingParams(temperature=0.3, top_k=2, repetition_penalty=2.0), (7, 8), 1, logits)
     penalized = RepetitionPenaltyLogitsProcessor(2.0)(torch.tensor([[7, 8]]), logits[None])
-    found = choose_alone(row, device)
-    assert found.token_ids.tolist() == penalized.argmax(-1).tolist()
-    torch.testing.assert_close(found.logprobs.cpu(), penalized.log_softmax(-1).amax(-1))
+    result = choose_alone(row, device)
+    assert result.token_ids.tolist() == penalized.argmax(-1).tolist()
+    torch.testing.assert_close(result.logprobs.cpu(), penalized.log_softmax(-1).amax(-1))
 
 
 def test_alternatives_count_is_per_row(device: torch.device) -> None:
     counts = [0, 3, 1, 0, 100, 7]
-    found = choose([Row(SamplingParams(num_alternatives=n), (0,), 1, torch.randn(7)) for n in counts], device)
-    by_row = present(found.alternatives).by_row()
+    result = choose([Row(SamplingParams(num_alternatives=n), (0,), 1, torch.randn(7)) for n in counts], device)
+    by_row = present(result.alternatives).by_row()
     assert {row: len(top.token_ids) for row, top in by_row.items()} == {1: 3, 2: 1, 4: 7, 5: 7}
     for row, top in by_row.items():
         assert len(top.logprobs) == len(top.token_ids) == len(set(top.token_ids))
         assert top.logprobs == sorted(top.logprobs, reverse=True)
-        assert (top.token_ids[0], top.logprobs[0]) == (found.token_ids[row].item(), found.logprobs[row].item())
+        assert (top.token_ids[0], top.logprobs[0]) == (result.token_ids[row].item(), result.logprobs[row].item())
 
 
 def test_alternatives_are_none_by_default(device: torch.device) -> None:
@@ -497,11 +497,11 @@ def test_logits_are_not_modified(dtype: torch.dtype, device: torch.device) -> No
         ids = torch.zeros(len(rows), 3, dtype=torch.int64, device=device)
         lengths = torch.tensor([len(row.ids) for row in rows], device=device)
         sampler = Sampler([row.sequence_sampling for row in rows], 57, device)
-        found = sampler(given_logits, History(lengths, torch.ones_like(lengths), ids))
+        result = sampler(given_logits, History(lengths, torch.ones_like(lengths), ids))
         assert torch.equal(given_logits, before)
-        assert found.logprobs.dtype == torch.float32
+        assert result.logprobs.dtype == torch.float32
         as_wide = sampler(before.float(), History(lengths, torch.ones_like(lengths), ids))
-        assert [of_row(found, i) for i in range(len(rows))] == [of_row(as_wide, i) for i in range(len(rows))]
+        assert [of_row(result, i) for i in range(len(rows))] == [of_row(as_wide, i) for i in range(len(rows))]
 
 
 # --- NaN logits
@@ -529,12 +529,12 @@ def test_nan_logits_give_token_with_nan_logprob(kind: str, params: SamplingParam
         bad[[3, 4]] = torch.tensor([math.nan, INF])
     good = torch.randn(57)
     rows = [Row(params, (1, 2), 1, logits) for logits in (good, bad, good)]
-    found = choose(rows, device)
-    assert all(0 <= token < 57 for token in found.token_ids.tolist())
-    assert found.logprobs.isnan().tolist() == [False, True, False]
-    assert of_row(found, 0) == of_row(found, 2) == of_row(choose_alone(rows[0], device), 0)
-    if found.alternatives is not None:
-        assert all(0 <= token < 57 for token in found.alternatives.by_row()[1].token_ids)
+    result = choose(rows, device)
+    assert all(0 <= token < 57 for token in result.token_ids.tolist())
+    assert result.logprobs.isnan().tolist() == [False, True, False]
+    assert of_row(result, 0) == of_row(result, 2) == of_row(choose_alone(rows[0], device), 0)
+    if result.alternatives is not None:
+        assert all(0 <= token < 57 for token in result.alternatives.by_row()[1].token_ids)
 
 
 # --- Minimum number of tokens
@@ -594,24 +594,24 @@ def test_bias_on_last_token_is_accepted(device: torch.device) -> None:
 def test_empty_batch_returns_empty_tensors(device: torch.device) -> None:
     none = torch.empty(0, dtype=torch.int64, device=device)
     sampler = Sampler([], 7, device)
-    found = sampler(torch.empty(0, 7, device=device), History(none, none))
-    assert (found.token_ids.shape, found.logprobs.shape, found.alternatives) == ((0,), (0,), None)
+    result = sampler(torch.empty(0, 7, device=device), History(none, none))
+    assert (result.token_ids.shape, result.logprobs.shape, result.alternatives) == ((0,), (0,), None)
     assert not sampler.needs_tokens
 
 
 @pytest.mark.parametrize("params", [*PARAMETER_SETS[:-1], SamplingParams(True, 0.7, 9, 0.9, 0.01, 0.9, watermark=True)])
 def test_single_token_vocabulary_has_logprob_zero(params: SamplingParams, device: torch.device) -> None:
-    found = choose([make_row(params, [-3.0], 0, 0)] * 2, device)
-    assert found.token_ids.tolist() == [0, 0]
-    assert found.logprobs.tolist() == [0.0, 0.0]
+    result = choose([make_row(params, [-3.0], 0, 0)] * 2, device)
+    assert result.token_ids.tolist() == [0, 0]
+    assert result.logprobs.tolist() == [0.0, 0.0]
 
 
 def test_large_batch_matches_single_rows(device: torch.device) -> None:
     logits = torch.randn(512, 257, generator=torch.Generator().manual_seed(0))
     rows = [Row(VARIED[i % len(VARIED)], (1, i % 257), 1, row) for i, row in enumerate(logits)]
-    found = choose(rows, device)
+    result = choose(rows, device)
     for row in range(0, 512, 37):
-        assert of_row(found, row) == of_row(choose_alone(rows[row], device), 0)
+        assert of_row(result, row) == of_row(choose_alone(rows[row], device), 0)
 
 
 def test_needs_tokens_only_for_penalties_and_watermark(device: torch.device) -> None:

@@ -77,10 +77,10 @@ def test_nan_rows_do_not_affect_other_rows(value: float) -> None:
     rows, history, logits = make_rows({"top_p": 0.9, "top_k": 50}), make_history(ROWS), make_logits(300, "usual")
     alone = TopKSampler(rows, 300, reference)(logits, history)
     logits[::2] = value
-    found = TopKSampler(rows, 300, reference)(logits, history)
-    check_same(found, GeneralSampler(rows, 300)(logits, history))
-    assert torch.equal(found.token_ids[1::2], alone.token_ids[1::2])
-    assert torch.equal(found.logprobs[1::2], alone.logprobs[1::2])
+    actual = TopKSampler(rows, 300, reference)(logits, history)
+    check_same(actual, GeneralSampler(rows, 300)(logits, history))
+    assert torch.equal(actual.token_ids[1::2], alone.token_ids[1::2])
+    assert torch.equal(actual.logprobs[1::2], alone.logprobs[1::2])
 
 
 def test_mixed_batch_uses_method_per_row() -> None:
@@ -94,8 +94,8 @@ def test_mixed_batch_uses_method_per_row() -> None:
     ]
     rows, logits = [SequenceSampling(each) for each in params], make_logits(300, "usual")[: len(params)]
     history = make_history(len(rows))._replace(token_ids=torch.arange(8 * len(rows)).view(len(rows), 8))
-    found, expected = Sampler(rows, 300)(logits, history), GeneralSampler(rows, 300)(logits, history)
-    check_same(found, expected)
-    assert found.alternatives is not None
+    actual, expected = Sampler(rows, 300)(logits, history), GeneralSampler(rows, 300)(logits, history)
+    check_same(actual, expected)
+    assert actual.alternatives is not None
     assert expected.alternatives is not None
-    assert found.alternatives.by_row() == expected.alternatives.by_row()
+    assert actual.alternatives.by_row() == expected.alternatives.by_row()

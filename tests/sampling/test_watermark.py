@@ -47,8 +47,8 @@ def test_green_tokens_match_documentation(vocab: int, device: torch.device) -> N
         [[is_green(one, token) for token in range(vocab)] for one in previous]
     )
     hashes = hash_tokens(vocab, device)
-    found = boost_green_tokens(scores.clone().to(device), torch.tensor(previous, device=device), hashes)
-    torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=0)
+    actual = boost_green_tokens(scores.clone().to(device), torch.tensor(previous, device=device), hashes)
+    torch.testing.assert_close(actual.cpu(), expected, rtol=0, atol=0)
     mask = green_mask(torch.tensor(previous, device=device), hashes)
     assert torch.equal(mask.cpu(), expected > scores)
 

@@ -104,13 +104,13 @@ class Cluster:
 
     def replicas(self) -> list[Replica]:
         """List the replicas with listening servers."""
-        found = []
+        result = []
         for process in psutil.process_iter():
             with suppress(psutil.NoSuchProcess):
                 if has_role(process, "server"):
                     ports = [each.laddr.port for each in process.net_connections("tcp") if each.status == "LISTEN"]
-                    found += [Replica(port, process, process.parent()) for port in ports]
-        return [each for each in found if self._process.pid in (parent.pid for parent in each.actor.parents())]
+                    result += [Replica(port, process, process.parent()) for port in ports]
+        return [each for each in result if self._process.pid in (parent.pid for parent in each.actor.parents())]
 
     def processes(self, mark: str) -> list[psutil.Process]:
         return [each for each in psutil.Process(self._process.pid).children(recursive=True) if mark in each.name()]
@@ -143,9 +143,9 @@ def generate(
 @contextmanager
 def starting() -> Iterator[Cluster]:
     """Start a driver with copies of the demo adapters, which tests can change."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    with socket.socket() as result:
+        result.bind(("127.0.0.1", 0))
+        port = result.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         for name in ADAPTERS:
             shutil.copytree(FOLDER / "adapters" / name, Path(folder, "adapters", name))

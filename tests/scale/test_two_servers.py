@@ -117,8 +117,8 @@ def test_earlier_processed_unload_removes_later_pin(pair: Pair) -> None:
 
 def test_later_load_determines_pin(pair: Pair) -> None:
     def are_pinned() -> bool:
-        found = [listed(port).get("owner/redact") for port in pair.ports]
-        return all(each is not None and each["pinned"] for each in found)
+        result = [listed(port).get("owner/redact") for port in pair.ports]
+        return all(each is not None and each["pinned"] for each in result)
 
     async def run() -> None:
         async with apply_changes(pair) as registry:
@@ -318,8 +318,8 @@ def last_address(server: ServerProcess) -> str:
         return [line for line in server._log_lines if re.search(r'action="?authenticate', line)]
 
     wait_for(find, "it is logged")
-    (found,) = find()
+    (result,) = find()
     server._log_lines.clear()
-    address = re.search(r"address=(\S+)", found)
+    address = re.search(r"address=(\S+)", result)
     assert address is not None
     return address[1]

@@ -49,9 +49,9 @@ def test_banner_uses_key_variable_not_key(examples: Path) -> None:
 
 
 def test_banner_uses_existing_adapters_only(examples: Path) -> None:
-    found = commands(format_banner("http://127.0.0.1:3000", "a-model", ["fourth", "mine"], examples))
-    assert [words[2:4] for words in found[:2]] == [["--adapter", "fourth"]] * 2
-    assert json.loads(found[2][-1])["model"] == "fourth"
+    result = commands(format_banner("http://127.0.0.1:3000", "a-model", ["fourth", "mine"], examples))
+    assert [words[2:4] for words in result[:2]] == [["--adapter", "fourth"]] * 2
+    assert json.loads(result[2][-1])["model"] == "fourth"
     text = format_banner("http://127.0.0.1:3000", "a-model", [], examples)
     generate, chat, curl = commands(text)
     assert (generate[1:], chat[1:]) == (["generate", EXAMPLES[0]["prompt"]], ["chat"])

@@ -90,8 +90,8 @@ class Driver:
 
     def allowed(self, request_id: int) -> list[int]:
         """Wait for the next mask and list its tokens. Return an empty list if the completion has failed."""
-        found = self.structured_output.collect_masks([request_id], TIMEOUT_S).get(request_id)
-        return [] if found is None else list_allowed(found.mask)
+        result = self.structured_output.collect_masks([request_id], TIMEOUT_S).get(request_id)
+        return [] if result is None else list_allowed(result.mask)
 
     def consume(self, request_id: int, *token_ids: int) -> None:
         for token_id in token_ids:

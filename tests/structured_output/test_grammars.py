@@ -120,20 +120,20 @@ def deepest(wrap: Wrap, per_definition: int) -> dict[str, Any]:
 
 def test_deepest_accepted_grammars_compile_on_small_stack() -> None:
     schemas = {f"{name}, {count} in each": deepest(wrap, count) for name, wrap in WRAPS.items() for count in (1, 50)}
-    found = {name: from_json_schema(schema).grammar for name, schema in schemas.items()}
+    result = {name: from_json_schema(schema).grammar for name, schema in schemas.items()}
     levels = MAX_RULES // 2 - 1
     rules = "\n".join(f'r{i}: ("a" r{i + 1} | "b")*' for i in range(levels))
     terminals = "\n".join(f'R{i}: ("a" R{i + 1} | "b")?' for i in range(levels))
     flat = "\n".join(f'r{i}: "a" r{i + 1} | "b"' for i in range(MAX_RULES - 2))
     deep = json.dumps(schemas["items, 50 in each"])
-    found |= {
+    result |= {
         "groups": f'start: r0\n{rules}\nr{levels}: "c"',
         "terminals": f'start: R0\n{terminals}\nR{levels}: "c"',
         "a schema after rules": f"start: r0\n{flat}\nr{MAX_RULES - 2}: %json {deep}",
     }
     for name in ("groups", "terminals", "a schema after rules"):
-        assert from_grammar(found[name]).grammar == found[name]
-    assert compile_in_process(found) == dict.fromkeys(found, "")
+        assert from_grammar(result[name]).grammar == result[name]
+    assert compile_in_process(result) == dict.fromkeys(result, "")
 
 
 @pytest.mark.parametrize("name", WRAPS)
@@ -324,12 +324,12 @@ def test_whitespace_between_json_tokens_is_limited(whitespace: str | None, accep
         assert structure == from_json_schema(PERSON)
     tokenizer = TextTokenizer(make_tokenizer().backend_tokenizer, {}, {})
     compiled = compile_matcher(Vocabulary.from_table(tokenizer.token_table()), structure.grammar)
-    found = []
+    result = []
     for name, text in SERIALIZATIONS.items():
         matcher, ids = compiled.deep_copy(), tokenizer.encode(text, add_special_tokens=False)
         if matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting():
-            found.append(name)
-    assert tuple(found) == accepted
+            result.append(name)
+    assert tuple(result) == accepted
 
 
 def test_tool_arguments_have_compact_whitespace() -> None:

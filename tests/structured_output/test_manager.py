@@ -198,10 +198,10 @@ def test_batched_masks_equal_single_masks(num_timed: int, driver: Driver, monkey
         for request_id, grammar in requests.items()
     }
     for _ in range(12):
-        found = driver.structured_output.collect_masks(requests, TIMEOUT_S)
-        assert set(found) == set(requests)
+        result = driver.structured_output.collect_masks(requests, TIMEOUT_S)
+        assert set(result) == set(requests)
         tokens = []
-        for request_id, following in found.items():
+        for request_id, following in result.items():
             assert np.array_equal(following.mask, states[request_id].mask)
             tokens.append((request_id, int(random.choice(list_allowed(following.mask)))))
             states[request_id].consume(tokens[-1][1:])
@@ -246,8 +246,8 @@ def test_wrong_forced_token_fails_only_its_request(driver: Driver, caplog: pytes
     wrong, right = (driver.start(from_regex("[ab]Q{6}[ab]{9}"), fast_forward=True) for _ in range(2))
     for each in (wrong, right):
         driver.consume(each, driver.allowed(each)[0])
-    found = driver.structured_output.collect_masks([wrong, right], TIMEOUT_S)
-    bad, forced = found[wrong].forced[0] + 1, list(found[right].forced)
+    result = driver.structured_output.collect_masks([wrong, right], TIMEOUT_S)
+    bad, forced = result[wrong].forced[0] + 1, list(result[right].forced)
     driver.structured_output.advance([(wrong, bad), *((right, token_id) for token_id in forced), (wrong, bad)])
     assert isinstance(driver.find_error(wrong), EngineError)
     assert f"token {bad} was sampled" in caplog.text
@@ -262,17 +262,17 @@ def test_panic_in_forced_tokens_fails_only_its_completion(driver: Driver, monkey
     for _ in range(matcher.NUM_TIMED_MASKS):  # so that both masks are computed in one batch
         assert driver.advance(wrong, random)
         assert driver.advance(right, random)
-    found = driver.structured_output.collect_masks([wrong, right], TIMEOUT_S)
-    assert found[wrong].compiled.is_fast
-    assert found[right].compiled.is_fast
+    result = driver.structured_output.collect_masks([wrong, right], TIMEOUT_S)
+    assert result[wrong].compiled.is_fast
+    assert result[right].compiled.is_fast
 
     def panic(state: GrammarState, max_forced: int) -> None:
-        if state is found[wrong]:
+        if state is result[wrong]:
             raise BaseException("index out of bounds")  # like pyo3's PanicException
         consume_forced(state, max_forced)
 
     monkeypatch.setattr(GrammarState, "consume_forced", panic)
-    driver.structured_output.advance([(each, list_allowed(found[each].mask)[0]) for each in (wrong, right)])
+    driver.structured_output.advance([(each, list_allowed(result[each].mask)[0]) for each in (wrong, right)])
     assert driver.allowed(right)
     assert not driver.allowed(wrong)
     errors = dict(driver.structured_output.pop_results())

@@ -75,11 +75,11 @@ def test_json_schema_test_suite_results_are_as_expected(
                 continue
             for test in group["tests"]:
                 counts["cases"] += 1
-                found = is_accepted(compiled, tokenizer, test["data"])
+                result = is_accepted(compiled, tokenizer, test["data"])
                 where = f"{keyword}: {group['description']}: {test['description']}"
-                if found and not test["valid"]:
+                if result and not test["valid"]:
                     pytest.fail(f"{where}: is invalid, but can be generated")
-                if not found and test["valid"]:
+                if not result and test["valid"]:
                     # In the test suite `format` is only an annotation, but a grammar enforces it.
                     is_known = keyword == "format" or has_other_spelling(
                         keyword, group["description"], test["description"]

@@ -209,11 +209,11 @@ def test_prompts_match_transformers(single_worker: SingleWorkerRenderer) -> None
     cases = [(source, *chat) for source in STYLES.values() for chat in CHATS]
 
     def prompt(source: str, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-        found = oracle.apply_chat_template(
+        actual = oracle.apply_chat_template(
             messages, chat_template=source, tokenize=False, add_generation_prompt=True, **variables
         )
-        assert isinstance(found, str)
-        return found
+        assert isinstance(actual, str)
+        return actual
 
     async def work() -> None:
         renders = [

@@ -338,9 +338,9 @@ class CountingList(list[int]):
     num_read = 0
 
     def __getitem__(self, at: Any) -> Any:
-        found = super().__getitem__(at)
-        CountingList.num_read += len(found) if isinstance(at, slice) else 1
-        return found
+        result = super().__getitem__(at)
+        CountingList.num_read += len(result) if isinstance(at, slice) else 1
+        return result
 
 
 @pytest.mark.parametrize("make", [lambda: byte_level().tokenizer, lambda: metaspace().tokenizer, words])

@@ -84,8 +84,8 @@ def check_parity(folder: Path, texts: list[str] = TEXTS) -> TextTokenizer:
 
 def list_adapter_files(folder: Path) -> TokenizerFolder:
     """Return an adapter folder whose source lists all tokenizer files."""
-    found = [str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()]
-    return TokenizerFolder(folder, {file: read_stamp(folder / file) for file in select_tokenizer_files(found)})
+    result = [str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()]
+    return TokenizerFolder(folder, {file: read_stamp(folder / file) for file in select_tokenizer_files(result)})
 
 
 def load_adapter_tokenizer(folder: Path, base: TextTokenizer, base_folder: Path) -> TextTokenizer:
@@ -455,8 +455,8 @@ def test_tokenizer_is_thread_safe(plain: TextTokenizer) -> None:
 
 
 def oracle_templates(folder: Path) -> dict[str, str]:
-    found = AutoTokenizer.from_pretrained(folder).chat_template
-    return found if isinstance(found, dict) else {} if found is None else {"default": found}
+    result = AutoTokenizer.from_pretrained(folder).chat_template
+    return result if isinstance(result, dict) else {} if result is None else {"default": result}
 
 
 @pytest.mark.parametrize(

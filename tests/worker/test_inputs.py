@@ -38,17 +38,17 @@ def new_sequence(slot: int, token_ids: list[int], prompt_length: int, seed: int 
 def test_step_tokens_have_sequence_slot_and_position(counts: list[int]) -> None:
     slots, starts = [4, 0, 2][: len(counts)], [7, 0, 12][: len(counts)]
     samples = np.arange(len(counts)) % 2 == 0
-    found = build_step_tokens(make_plan(slots, starts, counts, samples=samples))
+    result = build_step_tokens(make_plan(slots, starts, counts, samples=samples))
     tokens = [(i, slots[i], starts[i] + j) for i, count in enumerate(counts) for j in range(count)]
-    layout = found.layout
-    assert list(zip(layout.sequences, found.slots, found.positions, strict=True)) == tokens
-    assert found.is_single == (max(counts) == 1)
+    layout = result.layout
+    assert list(zip(layout.sequences, result.slots, result.positions, strict=True)) == tokens
+    assert result.is_single == (max(counts) == 1)
     assert layout.counts == counts
     assert layout.max_count == max(counts)
     assert layout.bounds.tolist() == [0, *np.cumsum(counts)]
     assert layout.last.tolist() == [sum(counts[: i + 1]) - 1 for i in range(len(counts)) if samples[i]]
     assert layout.samples_all == samples.all()
-    assert found.lengths.tolist() == [start + count for start, count in zip(starts, counts, strict=True)]
+    assert result.lengths.tolist() == [start + count for start, count in zip(starts, counts, strict=True)]
 
 
 def test_layout_is_reused_only_for_equal_counts() -> None:
@@ -60,10 +60,10 @@ def test_layout_is_reused_only_for_equal_counts() -> None:
     for other in others:
         plan = make_plan([0, 1], [3, 4], **other)
         fresh = build_step_tokens(plan)
-        found = build_step_tokens(plan, first.layout)
-        assert found.layout.key != first.layout.key
-        assert found.layout.last.tolist() == fresh.layout.last.tolist()
-        assert found.layout.counts == fresh.layout.counts
+        result = build_step_tokens(plan, first.layout)
+        assert result.layout.key != first.layout.key
+        assert result.layout.last.tolist() == fresh.layout.last.tolist()
+        assert result.layout.counts == fresh.layout.counts
 
 
 def test_forced_tokens_are_split_and_prompts_are_not() -> None:
@@ -72,13 +72,13 @@ def test_forced_tokens_are_split_and_prompts_are_not() -> None:
     plan = make_plan(
         [2, 0, 3, 1], [9, 0, 5, 6], [1, 4, 3, 2], samples=samples, scores_prompt=scores, adapter_indices=adapters
     )
-    found = split_forced_tokens(plan, np.array([4, 6, 9, 5]))
-    assert found.slots.tolist() == [2, 0, 3, 3, 3, 1, 1]
-    assert found.starts.tolist() == [9, 0, 5, 6, 7, 6, 7]
-    assert found.counts.tolist() == [1, 4, 1, 1, 1, 1, 1]
-    assert found.samples.tolist() == [True, False, False, False, True, False, True]
-    assert found.scores_prompt.tolist() == [False, True, *[False] * 5]
-    assert found.adapter_indices.tolist() == [0, 3, 4, 4, 4, 4, 4]
+    result = split_forced_tokens(plan, np.array([4, 6, 9, 5]))
+    assert result.slots.tolist() == [2, 0, 3, 3, 3, 1, 1]
+    assert result.starts.tolist() == [9, 0, 5, 6, 7, 6, 7]
+    assert result.counts.tolist() == [1, 4, 1, 1, 1, 1, 1]
+    assert result.samples.tolist() == [True, False, False, False, True, False, True]
+    assert result.scores_prompt.tolist() == [False, True, *[False] * 5]
+    assert result.adapter_indices.tolist() == [0, 3, 4, 4, 4, 4, 4]
     assert split_forced_tokens(plan, np.array([4, 7, 9, 6])) is plan  # the last two prompts end here
     long = make_plan([0, 1], [MAX_SPLIT_KEYS // 2, MAX_SPLIT_KEYS // 2 - 2], [2, 2])
     assert split_forced_tokens(long, np.array([4, 5])).slots.tolist() == [0, 1, 1]
@@ -92,12 +92,12 @@ def make_draft_plan() -> StepPlan:
 
 
 def test_draft_tokens_are_sampled() -> None:
-    found = build_step_tokens(make_draft_plan())
-    assert found.layout.rows.tolist() == [0, 1, 1, 1, 1, 3, 3]
-    assert found.positions[found.layout.last].tolist() == [9, 5, 6, 7, 8, 7, 8]
-    assert not found.layout.samples_all
+    result = build_step_tokens(make_draft_plan())
+    assert result.layout.rows.tolist() == [0, 1, 1, 1, 1, 3, 3]
+    assert result.positions[result.layout.last].tolist() == [9, 5, 6, 7, 8, 7, 8]
+    assert not result.layout.samples_all
     without = replace(make_draft_plan(), drafts=None)
-    assert build_step_tokens(without, found.layout).layout.rows.tolist() == [0, 1, 3]
+    assert build_step_tokens(without, result.layout).layout.rows.tolist() == [0, 1, 3]
 
 
 def test_split_draft_tokens_are_sampled_in_the_same_order() -> None:
@@ -160,9 +160,9 @@ def test_tables_return_last_written_values(seed: int) -> None:
             width = max(len(tokens[slot]) for slot in slots)
             table = tables.select_blocks(selected, width)
             assert table.shape == (len(slots), -(-width // BLOCK))
-            for slot, found in zip(slots, table.tolist(), strict=True):
+            for slot, result in zip(slots, table.tolist(), strict=True):
                 count = -(-len(tokens[slot]) // BLOCK)
-                assert found[:count] == [blocks[slot][index] for index in range(count)]
+                assert result[:count] == [blocks[slot][index] for index in range(count)]
             kv_slots = [
                 blocks[slot][(len(tokens[slot]) - 1) // BLOCK] * BLOCK + (len(tokens[slot]) - 1) % BLOCK
                 for slot in slots

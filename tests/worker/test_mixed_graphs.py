@@ -260,11 +260,11 @@ def check_all_sizes(
     options = {"graph_sizes": GraphSizes([4, 16, LARGE["max_num_seqs"]], sizes)}
     rigs = make_rigs(model, hosts, LARGE, options | others, options)
     traffic = Traffic(**LARGE, most=0, num_hosts=len(hosts), seed=len(hosts))
-    found = set()
+    result = set()
     for most, leave in ((16, 0.2), (40, 0.1), (130, 0.1), (300, 0.2), (1100, 0.5)):
         traffic.most, traffic.leave = most, leave
-        found |= check_traffic(traffic, rigs, 40, check)
-    return found
+        result |= check_traffic(traffic, rigs, 40, check)
+    return result
 
 
 HALF = pytest.mark.parametrize(
@@ -281,9 +281,9 @@ def test_mixed_graphs_match_eager_launches_bitwise(
     """All adapters target all modules here, because a large step launches linears without LoRA differently."""
     model = half_model(dtype, heads, head_dim)
     hosts = make_host_adapters(model)[:3] if with_adapters else []
-    found = check_all_sizes(model, hosts, MIXED_GRAPH_SIZES, {"capture": False}, is_same)
-    assert found > {size for size in MIXED_GRAPH_SIZES if size <= 256}
-    assert len(found) >= 13
+    result = check_all_sizes(model, hosts, MIXED_GRAPH_SIZES, {"capture": False}, is_same)
+    assert result > {size for size in MIXED_GRAPH_SIZES if size <= 256}
+    assert len(result) >= 13
 
 
 @pytest.mark.gpu
@@ -301,8 +301,8 @@ def test_graphs_of_all_sizes_match_eager_tokens(most_rank: int) -> None:
     """Large steps with an adapter rank above 64 have no graph."""
     model = half_model(torch.float32, (8, 2), 64)
     hosts = [host for host in make_host_adapters(model) if int(host.table[:, Field.RANK].max()) <= most_rank]
-    found = check_all_sizes(model, hosts, MIXED_GRAPH_SIZES, {"graph_sizes": None}, is_near)
-    assert found > {size for size in MIXED_GRAPH_SIZES if size <= 256}
+    result = check_all_sizes(model, hosts, MIXED_GRAPH_SIZES, {"graph_sizes": None}, is_near)
+    assert result > {size for size in MIXED_GRAPH_SIZES if size <= 256}
 
 
 @pytest.mark.gpu
@@ -322,9 +322,9 @@ def test_decode_is_bitwise_equal_with_prompts_in_batch(count: int) -> None:
     for rig in (alone, beside):
         rig.collect(make_plan(slots, [0] * decoding, starts, new_sequences=prompts, new_blocks=blocks))
     expected = alone.collect(make_plan(slots, starts, ones))
-    found = beside.collect(make_plan([*slots, decoding], [*starts, 0], [*ones, 3], new_sequences=(third,)))
-    assert found.token_ids[:-1] == expected.token_ids
-    assert found.logprobs[:-1] == expected.logprobs
+    actual = beside.collect(make_plan([*slots, decoding], [*starts, 0], [*ones, 3], new_sequences=(third,)))
+    assert actual.token_ids[:-1] == expected.token_ids
+    assert actual.logprobs[:-1] == expected.logprobs
 
 
 @pytest.mark.gpu

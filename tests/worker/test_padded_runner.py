@@ -200,12 +200,12 @@ def check(oracle: Any, sequence: RequestState) -> None:
     history = History(lengths, torch.full_like(lengths, num_prompt), torch.tensor([ids]).expand(num_new, -1))
     expected = sampler(logits[lengths - 1], history)
     assert ids[len(ids) - num_new :] == expected.token_ids.tolist()
-    found, wanted = torch.tensor(sequence.logprobs), expected.logprobs
-    if not torch.allclose(found, wanted, rtol=0, atol=TOLERANCE):
+    actual, wanted = torch.tensor(sequence.logprobs), expected.logprobs
+    if not torch.allclose(actual, wanted, rtol=0, atol=TOLERANCE):
         # Rounding decides whether a token at the top-p limit is included, which changes all probabilities.
         near = [logits + ROUNDING * torch.randn_like(logits) for _ in range(8)]
         choices = torch.stack([sampler(each[lengths - 1], history).logprobs for each in near])
-        wanted = choices.gather(0, (choices - found).abs().argmin(0, keepdim=True))[0]
+        wanted = choices.gather(0, (choices - actual).abs().argmin(0, keepdim=True))[0]
     assert sequence.logprobs == pytest.approx(wanted.tolist(), abs=TOLERANCE)
     listed = expected.alternatives.by_row() if expected.alternatives else {}
     for place, ours in enumerate(sequence.alternatives):
@@ -411,8 +411,8 @@ def test_alternatives_are_returned_only_on_request(lm: CausalLM, oracle: Any) ->
         engine.finish()
         for count, sequence in zip(counts, sequences, strict=True):
             check(oracle, sequence)
-            found = [len(each.token_ids) for each in sequence.alternatives if each is not None]
-            assert found == ([min(count, VOCAB)] * 8 if count else [])
+            result = [len(each.token_ids) for each in sequence.alternatives if each is not None]
+            assert result == ([min(count, VOCAB)] * 8 if count else [])
 
 
 def test_prompt_logprobs_match_transformers(pair: Pair) -> None:
@@ -426,8 +426,8 @@ def test_prompt_logprobs_match_transformers(pair: Pair) -> None:
     ]
     engine.finish(*scored_sequences, RequestState((44,) * 35))
     for sequence in scored_sequences:
-        [found] = sequence.prompt_logprobs
-        assert len(found) == len(sequence.prompt) - 1
+        [result] = sequence.prompt_logprobs
+        assert len(result) == len(sequence.prompt) - 1
         check(pair.oracle, sequence)
 
 
@@ -548,17 +548,17 @@ def test_invalid_plans_fail_assertions(lm: CausalLM, name: str) -> None:
 
 @pytest.mark.parametrize(("requested", "expected"), [(None, 128), (100, 100), (500, 128)])
 def test_padded_models_have_limited_capabilities(lm: CausalLM, requested: int | None, expected: int) -> None:
-    found = padded_capabilities(lm, max_num_seqs=5, max_length=requested)
-    assert (found.vocab_size, found.max_num_seqs, found.max_length) == (VOCAB, 5, expected)
-    assert (found.max_steps_in_flight, found.can_chunk, found.can_reuse, found.num_adapter_units) == (
+    actual = padded_capabilities(lm, max_num_seqs=5, max_length=requested)
+    assert (actual.vocab_size, actual.max_num_seqs, actual.max_length) == (VOCAB, 5, expected)
+    assert (actual.max_steps_in_flight, actual.can_chunk, actual.can_reuse, actual.num_adapter_units) == (
         1,
         False,
         False,
         0,
     )
-    assert (found.model_type, found.model_class) == ("gptj", "GPTJForCausalLM")
-    assert found.max_step_tokens == expected + 5
-    assert found.num_blocks == 5 * math.ceil(expected / found.block_size)
+    assert (actual.model_type, actual.model_class) == ("gptj", "GPTJForCausalLM")
+    assert actual.max_step_tokens == expected + 5
+    assert actual.num_blocks == 5 * math.ceil(expected / actual.block_size)
 
 
 def test_model_without_position_limit_gets_default(zoo: Zoo) -> None:

@@ -224,7 +224,7 @@ def test_dropped_adapter_is_freed_on_background_thread(preparer: Preparer, targe
 def test_get_waits_for_late_rank(preparer: Preparer, targets: Any, originals: Path) -> None:
     """The engine follows rank 0, so its next plan may reach a rank that is not ready yet."""
     spec, resume = make_spec(originals / "plain", targets), threading.Event()
-    found: list[Any] = []
+    result: list[Any] = []
 
     def late(*args: Any) -> HostAdapter:
         resume.wait(WAIT_S)
@@ -232,9 +232,9 @@ def test_get_waits_for_late_rank(preparer: Preparer, targets: Any, originals: Pa
 
     def load() -> None:
         try:
-            found.append(preparer.get(spec.identity))
+            result.append(preparer.get(spec.identity))
         except KeyError as error:
-            found.append(error)
+            result.append(error)
 
     with mock.patch("lorax_server.worker.preparer.prepare", late):
         preparer.enqueue(spec)
@@ -243,7 +243,7 @@ def test_get_waits_for_late_rank(preparer: Preparer, targets: Any, originals: Pa
         reader.join(0.1)  # long enough to detect an early return
         resume.set()
         reader.join()
-    assert isinstance(found[0], HostAdapter)
+    assert isinstance(result[0], HostAdapter)
 
 
 def test_close_skips_queued_adapters(targets: Any, originals: Path) -> None:
@@ -491,9 +491,9 @@ def expected_on(group: TorchGroup, size: int, folder: Path) -> list[HostAdapter]
 def test_ranks_prepare_consistently(
     size: int, ranks: RankPool, originals: Path, targets: dict[str, AdapterTarget]
 ) -> None:
-    found = ranks.run(4, prepare_on_rank, size, originals)[:size]
+    actual = ranks.run(4, prepare_on_rank, size, originals)[:size]
     expected = ranks.run(4, expected_on, size, originals)[:size]
-    for (taken, hosts), wanted in zip(found, expected, strict=True):
+    for (taken, hosts), wanted in zip(actual, expected, strict=True):
         assert [each.error for each in taken] == [None] * len(taken)
         for host, each, direct in zip(hosts, taken, wanted, strict=True):
             assert_same(host, direct)
@@ -501,7 +501,7 @@ def test_ranks_prepare_consistently(
     # A matrix sharded by inputs has the norms of the full matrix.
     whole = prepare(open_adapter(originals / "dora", targets), targets, torch.float32, FakeGroup())
     index = list(targets).index("model.layers.1.self_attn.o_proj")
-    factors = [_factor(host, index) for host in (whole, *[hosts[0] for _, hosts in found])]
+    factors = [_factor(host, index) for host in (whole, *[hosts[0] for _, hosts in actual])]
     for factor in factors[1:]:
         torch.testing.assert_close(factor, factors[0])
 
@@ -518,9 +518,9 @@ def test_failure_on_one_rank_fails_on_all_ranks(spoilt: str, ranks: RankPool, fo
     tensors = load_file(folder / "spoilt" / WEIGHTS_FILE)
     next(iter(tensors.values()))[0, 0] = float("nan")
     save_file(tensors, folder / "spoilt" / WEIGHTS_FILE)
-    found = ranks.run(4, prepare_on_rank, 2, folder, spoilt)[:2]
-    for rank, (taken, hosts) in enumerate(found):
+    result = ranks.run(4, prepare_on_rank, 2, folder, spoilt)[:2]
+    for rank, (taken, hosts) in enumerate(result):
         assert isinstance(taken[0].error, AdapterError)
         assert ("another tensor-parallel rank" in str(taken[0].error)) == (rank == 0)
         assert [each.error for each in taken[1:]] == [None] * len(hosts)
-    assert [each.units for each in found[0][0]] == [each.units for each in found[1][0]]
+    assert [each.units for each in result[0][0]] == [each.units for each in result[1][0]]

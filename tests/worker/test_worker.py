@@ -353,14 +353,14 @@ def capabilities(**settings: Any) -> Capabilities:
 
 
 def test_capabilities_have_defaults() -> None:
-    found = capabilities()
-    assert (found.vocab_size, found.max_num_seqs, found.block_size, found.itemsize) == (97, 3, 4, 4)
-    assert (found.max_length, found.num_blocks) == (128, 3 * 128 // 4)  # more could never be used
-    assert (found.num_adapter_units, found.adapter_unit_bytes) == (2**16 // UNIT_BYTES, UNIT_BYTES)
-    assert found.max_adapters == 63
-    assert (found.max_steps_in_flight, found.max_step_tokens, found.max_mixed_tokens) == (1, 512, None)
-    assert (found.can_chunk, found.can_reuse) == (True, True)
-    assert (found.model_type, found.model_class) == ("llama", "")  # its config has no limit
+    result = capabilities()
+    assert (result.vocab_size, result.max_num_seqs, result.block_size, result.itemsize) == (97, 3, 4, 4)
+    assert (result.max_length, result.num_blocks) == (128, 3 * 128 // 4)  # more could never be used
+    assert (result.num_adapter_units, result.adapter_unit_bytes) == (2**16 // UNIT_BYTES, UNIT_BYTES)
+    assert result.max_adapters == 63
+    assert (result.max_steps_in_flight, result.max_step_tokens, result.max_mixed_tokens) == (1, 512, None)
+    assert (result.can_chunk, result.can_reuse) == (True, True)
+    assert (result.model_type, result.model_class) == ("llama", "")  # its config has no limit
 
 
 def test_capabilities_follow_configuration() -> None:
@@ -376,8 +376,8 @@ def test_capabilities_follow_configuration() -> None:
 
 def test_small_cache_limits_max_length() -> None:
     size = block_bytes(make_paged("llama-gqa", CPU), 4)
-    found = capabilities(cache_bytes=5 * size)
-    assert (found.num_blocks, found.max_length) == (5, 20)
+    result = capabilities(cache_bytes=5 * size)
+    assert (result.num_blocks, result.max_length) == (5, 20)
 
 
 class UnevenGroup(FakeGroup):
@@ -661,8 +661,8 @@ def test_unknown_model_type_runs_padded(codegen: Path) -> None:
     config = EngineConfig(ModelConfig(codegen, device=device), max_num_seqs=3, max_length=40)
     assert not is_paged(config)
     worker = build_worker(config)
-    found = worker.capabilities
-    assert (found.max_num_seqs, found.max_length, found.num_adapter_units, found.can_chunk) == (3, 40, 0, False)
+    result = worker.capabilities
+    assert (result.max_num_seqs, result.max_length, result.num_adapter_units, result.can_chunk) == (3, 40, 0, False)
     worker.close()
 
 

@@ -57,10 +57,10 @@ class HubServer(Server):
 
     def respond(self, request: Request) -> Reply:
         path = request.path.partition("?")[0]
-        if found := re.fullmatch(r"/api/models/(.+)/revision/([^/]+)", path):
-            return self.describe(request, found[1], unquote(found[2]))
-        if found := re.fullmatch(r"/(.+)/resolve/([^/]+)/(.+)", path):  # slashes in revisions are quoted
-            return self.send_file(request, found[1], unquote(found[2]), unquote(found[3]))
+        if result := re.fullmatch(r"/api/models/(.+)/revision/([^/]+)", path):
+            return self.describe(request, result[1], unquote(result[2]))
+        if result := re.fullmatch(r"/(.+)/resolve/([^/]+)/(.+)", path):  # slashes in revisions are quoted
+            return self.send_file(request, result[1], unquote(result[2]), unquote(result[3]))
         return Reply(404)
 
     def describe(self, request: Request, name: str, revision: str) -> Reply:

@@ -122,12 +122,12 @@ def test_file_replaced_after_validation_is_not_accepted(root: Path, what: str, t
         with pytest.raises(SourceError, match=r"'poet'.* changed while it was read; try again"):
             find(source)
         return
-    found = find(source)
+    result = find(source)
     assert next(left, None) is None
-    assert found.spec.identity == find(LocalSource([root])).spec.identity
-    assert all(b"secret" not in content for content in read_stamped_files(found, root).values())
-    assert found.resolved.tokenizer_stamps == tuple(
-        read_stamp(root / "poet" / file) for file in found.resolved.tokenizer_files
+    assert result.spec.identity == find(LocalSource([root])).spec.identity
+    assert all(b"secret" not in content for content in read_stamped_files(result, root).values())
+    assert result.resolved.tokenizer_stamps == tuple(
+        read_stamp(root / "poet" / file) for file in result.resolved.tokenizer_files
     )
 
 
@@ -169,8 +169,8 @@ def test_later_roots_are_not_accessed(root: Path, monkeypatch: pytest.MonkeyPatc
 
     for name in ("stat", "lstat", "open"):
         monkeypatch.setattr(os, name, partial(look, getattr(os, name)))
-    found = find(LocalSource([root, later]))
-    assert found.is_unchanged()
+    result = find(LocalSource([root, later]))
+    assert result.is_unchanged()
     assert any(path.startswith(str(root)) for path in looked)
     assert not [path for path in looked if path.startswith(str(later))]
 
@@ -179,11 +179,11 @@ def test_adapter_is_found_in_later_root_after_deletion(root: Path) -> None:
     later, missing = root.parent / "later", root.parent / "missing"
     write(later / "poet", "later")
     source = LocalSource([missing, root, later])
-    found = find(source)
+    result = find(source)
     shutil.rmtree(root / "poet")
-    assert not found.is_unchanged()
+    assert not result.is_unchanged()
     moved = find(source)
-    assert moved.spec.identity != found.spec.identity
+    assert moved.spec.identity != result.spec.identity
     write(missing / "poet", "the first of all")
     assert not moved.is_unchanged()
 
@@ -193,8 +193,8 @@ def test_found_adapter_tracks_both_roots_after_deletion_during_resolution(root: 
     write(later / "poet", "later")
     source = HookedSource([root, later])
     source.before = lambda: shutil.rmtree(root / "poet", ignore_errors=True)
-    found = find(source)
-    assert {root / "poet", later / "poet"} <= set(found.files)
+    result = find(source)
+    assert {root / "poet", later / "poet"} <= set(result.files)
 
 
 @pytest.mark.parametrize("name", ["{first}/poet", "linked", "poet"])
@@ -207,11 +207,11 @@ def test_changed_root_symlink_is_detected(tmp_path: Path, name: str) -> None:
         (each / "linked").symlink_to(first / "poet")
     root.symlink_to(first)
     source, name = LocalSource([root]), name.format(first=first)
-    found = find(source, name=name)
+    result = find(source, name=name)
     write(first / "another", "unrelated")
-    assert found.is_unchanged()
+    assert result.is_unchanged()
     (tmp_path / "new").symlink_to(second)
     os.replace(tmp_path / "new", root)
-    assert not found.is_unchanged()
+    assert not result.is_unchanged()
     with pytest.raises(AdapterError, match="such links are not allowed" if name == "linked" else "no such folder"):
         find(source, name=name)

@@ -562,8 +562,8 @@ def test_cache_is_readable_by_huggingface_hub(
 ) -> None:
     fetch(source, NAME)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
-    found = hf_hub_download(NAME, WEIGHTS, cache_dir=tmp_path / "cache", local_files_only=True)
-    assert Path(found).read_bytes() == ADAPTER[WEIGHTS]
+    result = hf_hub_download(NAME, WEIGHTS, cache_dir=tmp_path / "cache", local_files_only=True)
+    assert Path(result).read_bytes() == ADAPTER[WEIGHTS]
     scanned = scan_cache_dir(tmp_path / "cache")
     assert not scanned.warnings
     assert [repo.repo_id for repo in scanned.repos] == [NAME]

@@ -86,7 +86,7 @@ def test_symlinked_root_can_be_switched_atomically(tmp_path: Path, root: Path) -
     link.symlink_to(root)
     source = LocalSource([link])
     check_contents(fetch(source, "team/adapter"))
-    found = source.find("team/adapter", None)
+    result = source.find("team/adapter", None)
     (tmp_path / "other").symlink_to(tmp_path / "new")
     os.replace(tmp_path / "other", link)
     assert find_adapters(link).names == ["only-here"]  # the listing resolves the link too
@@ -94,7 +94,7 @@ def test_symlinked_root_can_be_switched_atomically(tmp_path: Path, root: Path) -
     for name in ("team/adapter", str(link / "team" / "adapter")):
         check_contents(fetch(source, name), new)
     with pytest.raises(SourceError, match="changed while they were read"):
-        source.fetch(found, [WEIGHTS], None)  # never a mix of the old and the new adapter
+        source.fetch(result, [WEIGHTS], None)  # never a mix of the old and the new adapter
     with pytest.raises(AdapterNotFoundError):
         fetch(source, str(root / "team" / "adapter"))  # no longer below a root
 
@@ -131,10 +131,10 @@ def test_unknown_files_do_not_change_version(root: Path, source: LocalSource) ->
 
 
 def test_change_during_fetch_fails(root: Path, source: LocalSource) -> None:
-    found = source.find("team/adapter", None)
+    result = source.find("team/adapter", None)
     (root / "team" / "adapter" / WEIGHTS).write_bytes(b"new")
     with pytest.raises(SourceError, match=r"team/adapter.* changed while they were read; try again"):
-        source.fetch(found, [WEIGHTS], None)
+        source.fetch(result, [WEIGHTS], None)
 
 
 # --- rejected paths

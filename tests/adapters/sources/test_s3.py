@@ -501,10 +501,10 @@ def test_multipart_upload_is_accepted(admin: Any, source: S3Source, options: dic
 
 
 def test_change_during_download_fails(admin: Any, source: S3Source) -> None:
-    found = source.find(NAME, None)
+    result = source.find(NAME, None)
     put(admin, NAME, {WEIGHTS: b"x" * len(ADAPTER[WEIGHTS])})
     with pytest.raises(SourceError, match=f"{NAME}.* changed during the download"):
-        source.fetch(found, [CONFIG, WEIGHTS], None)
+        source.fetch(result, [CONFIG, WEIGHTS], None)
 
 
 def test_change_between_resumed_parts_fails(admin: Any, proxy: S3Proxy, source: S3Source) -> None:

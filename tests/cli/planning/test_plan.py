@@ -238,9 +238,9 @@ def test_plan_reports_prefill_bound_replica(model: str, capsys: pytest.CaptureFi
 
 def test_more_traffic_needs_more_replicas(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     def count(*more: str) -> int:
-        found = plan("--model", model, "--gpu", "H100", "--adapters", "100", *more, capsys=capsys)["replicas"]
-        assert isinstance(found, int)
-        return found
+        result = plan("--model", model, "--gpu", "H100", "--adapters", "100", *more, capsys=capsys)["replicas"]
+        assert isinstance(result, int)
+        return result
 
     assert count("--requests-per-s", "1") == 1
     assert count("--requests-per-s", "400") > count("--requests-per-s", "200") > 3

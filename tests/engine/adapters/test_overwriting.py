@@ -49,11 +49,11 @@ def test_partially_overwritten_adapter_serves_old_version(harness: ResolverHarne
     for size in range(0, len(content), 7):
         overwrite(harness, file, content[:size])
         harness.clock.now += RETRY_S / 100
-        found = resolve(harness)
-        assert found.identity == old
-        assert found.stale is not None
-        assert (found.stale.kind, found.stale.status) == ("AdapterError", 424)
-        assert "'tuned'" in found.stale.message
+        result = resolve(harness)
+        assert result.identity == old
+        assert result.stale is not None
+        assert (result.stale.kind, result.stale.status) == ("AdapterError", 424)
+        assert "'tuned'" in result.stale.message
     overwrite(harness, file, content)
     harness.clock.now += RETRY_S
     assert resolve(harness)._replace(folder=None, tier="") == Resolved(new)
@@ -147,8 +147,8 @@ def test_truncated_files_count_as_incomplete_write(harness: ResolverHarness, mon
 
     monkeypatch.setattr(LocalSource, "fetch", changed)
     for _ in range(10):
-        found = resolve(harness)
-        assert (found.identity, found.stale and found.stale.kind) == (old, "SourceError")
+        result = resolve(harness)
+        assert (result.identity, result.stale and result.stale.kind) == (old, "SourceError")
         harness.clock.now += RETRY_S
     harness.clock.now += INCOMPLETE_WRITE_S
     assert isinstance(harness.error("tuned", "local"), SourceError)
@@ -192,11 +192,11 @@ def test_merge_with_stale_adapter_is_marked_stale(harness: ResolverHarness) -> N
 def test_stale_adapter_is_served_only_from_memory(state: AdapterStage | None) -> None:
     """An old version that is not in memory cannot be served: its files have changed."""
     stale = Resolved("old", stale=Failure("AdapterError", 424, "half of it is missing"))
-    found: Future[Any] = Future()
-    found.set_result((SimpleNamespace(identity="old", merge=None, checkpoints=()), stale))
+    result: Future[Any] = Future()
+    result.set_result((SimpleNamespace(identity="old", merge=None, checkpoints=()), stale))
     executor = SimpleNamespace(capabilities=None, on_event=lambda *_: None)
     table = SimpleNamespace(find_error=lambda *_: None, state=lambda *_: state)
-    resolver = SimpleNamespace(resolve=lambda *_: found)
+    resolver = SimpleNamespace(resolve=lambda *_: result)
     engine = Engine(executor, None, None, table, resolver)  # type: ignore[arg-type]
     answer = engine.resolve([AdapterRef("local", "tuned")])
     if state in (AdapterStage.DEVICE, AdapterStage.LOADING, AdapterStage.HOST):

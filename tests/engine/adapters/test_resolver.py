@@ -199,8 +199,8 @@ class ResolverHarness:
 
 
 def result(future: "Future[Any]") -> tuple[AdapterSpec, Resolved]:
-    found: tuple[AdapterSpec, Resolved] = future.result(TIMEOUT_S)
-    return found
+    result: tuple[AdapterSpec, Resolved] = future.result(TIMEOUT_S)
+    return result
 
 
 def error_of(future: "Future[Any]") -> BaseException:
@@ -366,14 +366,14 @@ def test_request_after_change_gets_new_version(harness: ResolverHarness) -> None
         while done < len(versions) - 1:
             least = done
             try:
-                found = number_of[result(harness.submit("tuned", "local"))[0].identity]
+                actual = number_of[result(harness.submit("tuned", "local"))[0].identity]
             except SourceError:
                 # Changed too often during the read: an error, but never an old version. Not retried for 1 s.
                 harness.resolver.forget("local", "tuned")
                 continue
-            found_versions.append(found)
-            if found < least:
-                wrong.append((found, least))
+            found_versions.append(actual)
+            if actual < least:
+                wrong.append((actual, least))
 
     threads = [threading.Thread(target=resolve_repeatedly) for _ in range(4)]
     for thread in threads:
@@ -964,10 +964,10 @@ def test_cached_resolution_checks_each_file_once_off_caller_thread(
     harness.resolver = make_resolver_with_old_files(harness)
     assert harness.resolve_identity("tuned", source) == identity
     looks, real = FileAccessCounter(monkeypatch), LocalSource.find
-    found: list[str] = []
+    result: list[str] = []
 
     def find(source: LocalSource, name: str, token: str | None) -> AdapterFiles:
-        found.append(name)
+        result.append(name)
         return real(source, name, token)
 
     monkeypatch.setattr(LocalSource, "find", find)
@@ -978,7 +978,7 @@ def test_cached_resolution_checks_each_file_once_off_caller_thread(
         folders = {folder, folder / TEMPLATES_FOLDER} if source == "local" else set()
         assert sorted(looks.stats) == sorted({folder / file for file in (*REQUIRED_FILES, "tokenizer.json")} | folders)
         assert not looks.reads
-    assert not found
+    assert not result
     assert not harness.fake.resolved_names
     assert threading.get_ident() not in looks.threads, "a file system that hangs would stop whoever asks"
 
@@ -1192,9 +1192,9 @@ def find_referenced_objects(start: object) -> Iterator[object]:
     """Yield all objects that an object references, except modules and classes."""
     seen, waiting = {id(start)}, [start]
     while waiting:
-        found = waiting.pop()
-        yield found
-        for child in gc.get_referents(found):
+        result = waiting.pop()
+        yield result
+        for child in gc.get_referents(result):
             is_module = isinstance(child, type | type(gc)) or (isinstance(child, dict) and "__spec__" in child)
             if id(child) not in seen and not is_module:
                 seen.add(id(child))
@@ -1251,9 +1251,9 @@ def test_concurrent_operations_return_correct_identities(harness: ResolverHarnes
                 future.cancel()
                 continue
             identities = [expected[name] for name in chosen]
-            found = result(future)[0].identity
-            if found != (merge.identity(identities) if merge else identities[0]):
-                wrong.append((chosen, found))
+            actual = result(future)[0].identity
+            if actual != (merge.identity(identities) if merge else identities[0]):
+                wrong.append((chosen, actual))
 
     threads = [threading.Thread(target=hammer, args=(seed,)) for seed in range(8)]
     for thread in threads:

@@ -985,14 +985,14 @@ def test_resolved_adapter_is_usable_before_next_step(method: str) -> None:
     simulation = EngineSimulation(10, 10)
     simulation.put("a", 1, 4)
     identity = simulation.engine.resolve([AdapterRef("local", "a")]).result().identity
-    found = getattr(simulation.engine, method)([identity] if method == "list_adapters" else identity)
+    result = getattr(simulation.engine, method)([identity] if method == "list_adapters" else identity)
     assert simulation.table.state(identity) is AdapterStage.DISK
     if method == "list_adapters":
-        assert [state.identity for state in found] == [identity]
+        assert [state.identity for state in result] == [identity]
     if method == "load":
         simulation.run_until_idle()
-        assert found.done()
-        assert found.exception() is None
+        assert result.done()
+        assert result.exception() is None
 
 
 def test_resolve_rejects_adapter_larger_than_host_memory() -> None:

@@ -55,8 +55,8 @@ class NoisyOracle:
 def generate(requests: Sequence[RandomRequest], **settings: Any) -> tuple[list[Completion], EngineStatus]:
     prompts, params, stops, adapters, structures = map(list, zip(*requests, strict=True))
     with LLM(MODEL, ADAPTERS, **SETTINGS | settings) as llm:
-        found = llm.generate(prompts, params, stops, adapter=adapters, structure=structures, on_error="return")
-        return found, llm.status
+        result = llm.generate(prompts, params, stops, adapter=adapters, structure=structures, on_error="return")
+        return result, llm.status
 
 
 def check_equal(found: Sequence[Completion], expected: Sequence[Completion], requests: Sequence[RandomRequest]) -> None:
@@ -75,8 +75,8 @@ def check_requests(count: int, seed: int, monkeypatch: pytest.MonkeyPatch, **set
     expected, plain = generate(requests, speculative_tokens=0, **settings)
     assert plain.drafted_tokens == 0
     monkeypatch.setattr(build, "build_drafter", lambda _: NoisyOracle(expected, seed))
-    found, status = generate(requests, **settings)
-    check_equal(found, expected, requests)
+    actual, status = generate(requests, **settings)
+    check_equal(actual, expected, requests)
     assert status.drafted_tokens > status.accepted_tokens > count
     return status
 
@@ -96,9 +96,11 @@ def test_log_probabilities_of_one_sequence_are_bitwise_equal(monkeypatch: pytest
     requests, alone = make_requests(8, 5), {"max_num_seqs": 1, "cache_tokens": 4000}
     expected, _ = generate(requests, speculative_tokens=0, **alone)
     monkeypatch.setattr(build, "build_drafter", lambda _: NoisyOracle(expected, 5))
-    found, status = generate(requests, **alone)
+    actual, status = generate(requests, **alone)
     assert status.accepted_tokens > 0
-    assert [(each.token_ids, each.logprobs) for each in found] == [(each.token_ids, each.logprobs) for each in expected]
+    assert [(each.token_ids, each.logprobs) for each in actual] == [
+        (each.token_ids, each.logprobs) for each in expected
+    ]
 
 
 def test_mixed_requests_with_two_steps_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,9 +127,9 @@ def test_demo_adapters_with_the_real_drafter() -> None:
     stop, params = StopParams(max_new_tokens=24), (SamplingParams(), SamplingParams(do_sample=True, seed=3))
     texts = [request.prompt for request in make_requests(1, 3)]
     requests = 2 * [RandomRequest(text, each, stop, name, None) for name in NAMES for text in texts for each in params]
-    found, _ = generate(requests, speculative_tokens=6)
+    actual, _ = generate(requests, speculative_tokens=6)
     expected, _ = generate(requests, speculative_tokens=0)
-    check_equal(found, expected, requests)
+    check_equal(actual, expected, requests)
 
 
 def test_repeated_request_takes_fewer_steps() -> None:

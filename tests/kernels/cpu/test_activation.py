@@ -38,9 +38,9 @@ def test_gate_matches_torch(kind: Gate, function: Function, dtype: torch.dtype, 
     for rows, width in [(0, 8), (1, 1), (1, 1536), (3, 5), (7, 67), (2, 3000)]:
         x = 3 * normal(rows, 2 * width, seed=width, dtype=dtype)
         left, right = x.double().chunk(2, dim=-1)
-        found = CpuOps(library).apply_gate(x, kind)
-        assert found.dtype == dtype
-        torch.testing.assert_close(found.double(), function(left) * right, rtol=TOLERANCE[dtype], atol=2e-6)
+        result = CpuOps(library).apply_gate(x, kind)
+        assert result.dtype == dtype
+        torch.testing.assert_close(result.double(), function(left) * right, rtol=TOLERANCE[dtype], atol=2e-6)
         wide = torch.cat([x, x], dim=1)[:, : 2 * width]
         assert torch.equal(CpuOps(library).apply_gate(wide, kind), CpuOps(library).apply_gate(x, kind))
         assert torch.equal(CpuOps(library).apply_gate(x.T.contiguous().T, kind), CpuOps(library).apply_gate(x, kind))
@@ -49,10 +49,10 @@ def test_gate_matches_torch(kind: Gate, function: Function, dtype: torch.dtype, 
 @pytest.mark.parametrize(("kind", "function"), KINDS)
 def test_activation_is_precise_over_range(kind: Gate, function: Function, library: Library) -> None:
     x = torch.linspace(-100, 100, 400_001)
-    found = activate(library, x, kind).double()
-    torch.testing.assert_close(found, function(x.double()), rtol=3e-7, atol=1e-6)
+    result = activate(library, x, kind).double()
+    torch.testing.assert_close(result, function(x.double()), rtol=3e-7, atol=1e-6)
     near = x.abs() < 5
-    torch.testing.assert_close(found[near], function(x[near].double()), rtol=5e-6, atol=0)
+    torch.testing.assert_close(result[near], function(x[near].double()), rtol=5e-6, atol=0)
 
 
 @pytest.mark.parametrize(("kind", "function"), KINDS)
@@ -70,19 +70,19 @@ def test_gate_rows_are_independent(library: Library) -> None:
     x = normal(9, 134, seed=1)
     expected = CpuOps(library).apply_gate(x, Gate.SILU)
     x[4] = math.nan
-    found = CpuOps(library).apply_gate(x, Gate.SILU)
-    assert found[4].isnan().all()
+    actual = CpuOps(library).apply_gate(x, Gate.SILU)
+    assert actual[4].isnan().all()
     for row in (0, 3, 5, 8):
-        assert torch.equal(found[row], expected[row])
+        assert torch.equal(actual[row], expected[row])
         assert torch.equal(CpuOps(library).apply_gate(x[row : row + 1], Gate.SILU)[0], expected[row])
 
 
 @pytest.mark.usefixtures("restored_threads")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_result_is_independent_of_threads(dtype: torch.dtype, library: Library) -> None:
-    x, found = normal(11, 5002, seed=1, dtype=dtype), []
+    x, result = normal(11, 5002, seed=1, dtype=dtype), []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
-        found.append(CpuOps(library).apply_gate(x, Gate.GELU_TANH))
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+        result.append(CpuOps(library).apply_gate(x, Gate.GELU_TANH))
+    assert torch.equal(result[0], result[1])
+    assert torch.equal(result[0], result[2])

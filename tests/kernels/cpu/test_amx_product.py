@@ -71,19 +71,19 @@ def test_amx_flushes_denormals_to_zero(ops: CpuOps) -> None:
     x, weight = draw_powers(20, 64), draw_powers(40, 64)
     x[:10, ::2] = 2.0**-64  # sums are near the smallest normal float
     weight[:20] = weight[:20].sign() * 2.0**-63
-    found = ops.linear(x, ops.make_linear(weight, None), None, ())
-    assert torch.equal(found, multiply(x, weight).bfloat16())
+    result = ops.linear(x, ops.make_linear(weight, None), None, ())
+    assert torch.equal(result, multiply(x, weight).bfloat16())
 
 
 def test_infinite_and_nan_rows_do_not_affect_other_rows(ops: CpuOps) -> None:
     x, weights = torch.randn(40, 50).bfloat16(), ops.make_linear(torch.randn(70, 50).bfloat16(), None)
     clean = ops.linear(x, weights, None, ())
     x[7], x[23, 49] = torch.inf, torch.nan
-    found = ops.linear(x, weights, None, ())
-    assert bool(found[23].isnan().all())
-    assert not bool(found[7].isfinite().any())
+    result = ops.linear(x, weights, None, ())
+    assert bool(result[23].isnan().all())
+    assert not bool(result[7].isfinite().any())
     others = [row for row in range(40) if row not in (7, 23)]
-    assert torch.equal(found[others], clean[others])
+    assert torch.equal(result[others], clean[others])
 
 
 @pytest.mark.parametrize("gated", [False, True])

@@ -160,17 +160,17 @@ def test_nan_sequence_does_not_affect_other_sequences(library: Library, dtype: t
     clean, broken = Case(MIX, dtype=dtype), Case(MIX, dtype=dtype)
     broken.k[tokens_of(broken, 1)], broken.v[tokens_of(broken, 1)] = math.nan, math.inf
     broken.q[tokens_of(broken, 2)] = math.nan
-    found, expected = broken.prefill(library), clean.prefill(library)
+    actual, expected = broken.prefill(library), clean.prefill(library)
     for row in (0, 3):
-        check_bits(found[tokens_of(clean, row)], expected[tokens_of(clean, row)])
+        check_bits(actual[tokens_of(clean, row)], expected[tokens_of(clean, row)])
     for row in (1, 2):
-        assert found[tokens_of(clean, row)].isnan().all()
+        assert actual[tokens_of(clean, row)].isnan().all()
     shapes = [(1, n) for n in (130, 12, 300)]
     clean, broken = Case(shapes, dtype=dtype), Case(shapes, dtype=dtype)
     broken.cache[1][broken.batch.block_tables[2, 0].long()] = math.nan
-    found, expected = broken.decode(library), clean.decode(library)
-    check_bits(found[:2], expected[:2])
-    assert found[2].isnan().all()
+    actual, expected = broken.decode(library), clean.decode(library)
+    check_bits(actual[:2], expected[:2])
+    assert actual[2].isnan().all()
 
 
 @pytest.mark.parametrize(("dtype", "window"), [(FP32, None), (BF16, 50), (FP16, None)], ids=str)
@@ -189,7 +189,7 @@ def test_attention_bits_are_batch_invariant(library: Library, dtype: torch.dtype
 
 def test_attention_is_bitwise_equal_for_all_chunk_sizes(library: Library) -> None:
     whole = Case([(300, 0)], (9, 3, 64), window=150)
-    expected, found = whole.prefill(library), []
+    expected, actual = whole.prefill(library), []
     CpuOps(library).write_kv(whole.k, whole.v, whole.cache, whole.batch, whole.spec)
     start = 0
     for count in (2, 61, 37, 200):
@@ -197,14 +197,14 @@ def test_attention_is_bitwise_equal_for_all_chunk_sizes(library: Library) -> Non
             whole.batch, input_lengths=torch.tensor([count]), cache_lengths=torch.tensor([start]), derived={}
         )
         q, k, v = (x[start : start + count] for x in (whole.q, whole.k, whole.v))
-        found.append(CpuOps(library).prefill_attention(q, k, v, whole.cache, batch, whole.spec))
+        actual.append(CpuOps(library).prefill_attention(q, k, v, whole.cache, batch, whole.spec))
         start += count
-    check_bits(torch.cat(found), expected)
+    check_bits(torch.cat(actual), expected)
 
 
 @pytest.mark.usefixtures("restored_threads")
 def test_attention_bits_are_independent_of_threads(library: Library) -> None:
-    found = []
+    result = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         long = Case([(1, n) for n in (3, 600, 1300)], (9, 3, 64))
@@ -212,9 +212,9 @@ def test_attention_bits_are_independent_of_threads(library: Library) -> None:
         turned, (cos, sin) = prompts.q.clone(), angles(len(prompts.q), 32)
         CpuOps(library).rotary(turned, cos, sin)
         CpuOps(library).write_kv(prompts.k, prompts.v, prompts.cache, prompts.batch, prompts.spec)
-        found.append([long.decode(library), prompts.prefill(library), turned, *prompts.cache])
-    for others in found[1:]:
-        for one, other in zip(found[0], others, strict=True):
+        result.append([long.decode(library), prompts.prefill(library), turned, *prompts.cache])
+    for others in result[1:]:
+        for one, other in zip(result[0], others, strict=True):
             check_bits(other, one)
 
 
@@ -266,8 +266,8 @@ def test_write_kv_matches_reference(library: Library, dtype: torch.dtype, stored
         if slot >= 0:
             expected[0][slot // 7, :, slot % 7], expected[1][slot // 7, :, slot % 7] = case.k[token], case.v[token]
     CpuOps(library).write_kv(case.k, case.v, case.cache, batch, case.spec)
-    for found, kept in zip(case.cache, expected, strict=True):
-        check_bits(found, kept)
+    for actual, kept in zip(case.cache, expected, strict=True):
+        check_bits(actual, kept)
 
 
 def test_float8_cache_uses_reference_kernel(library: Library) -> None:
@@ -301,8 +301,8 @@ def test_soft_cap_alibi_slopes_and_sinks_match_reference(
     ends = case.batch.input_lengths.cumsum(0) - 1
     one = torch.ones_like(ends)
     step = PagedBatch(case.batch.block_tables, one, case.batch.input_lengths - 1, case.batch.slots[ends])
-    found = CpuOps(library).decode_attention(case.q[ends], case.cache, step, case.spec)
-    check_close(found, expected[ends].float(), FP32)
+    actual = CpuOps(library).decode_attention(case.q[ends], case.cache, step, case.spec)
+    check_close(actual, expected[ends].float(), FP32)
 
 
 def test_strided_heads_are_rejected(library: Library) -> None:

@@ -51,9 +51,9 @@ def test_linear_with_mixed_adapters_matches_reference(shape: int, dtype: torch.d
     weights = load(world)
     for rows in ROWS:
         x, indices = world.normal(rows, world.inputs), draw_adapters(rows, len(world.adapters), seed=rows)
-        found = OPS.linear(x, weights, world.batch(indices), world.targets)
-        assert found.dtype == dtype
-        assert error(found, world.expected(x, indices)) < TOLERANCES[dtype]
+        result = OPS.linear(x, weights, world.batch(indices), world.targets)
+        assert result.dtype == dtype
+        assert error(result, world.expected(x, indices)) < TOLERANCES[dtype]
         assert error(OPS.linear(x, weights, None, ()), world.expected(x, [0] * rows)) < TOLERANCES[dtype]
 
 
@@ -68,8 +68,8 @@ def test_linear_bits_are_independent_of_batch_and_threads(shape: int, dtype: tor
         alone = OPS.linear(x[row : row + 1], weights, world.batch(indices[row : row + 1]), world.targets)
         assert torch.equal(alone[0], together[row])
     for some in ROWS:
-        found = OPS.linear(x[:some], weights, world.batch(indices[:some]), world.targets)
-        assert torch.equal(found, together[:some])
+        result = OPS.linear(x[:some], weights, world.batch(indices[:some]), world.targets)
+        assert torch.equal(result, together[:some])
     torch.set_num_threads(1)
     assert torch.equal(OPS.linear(x, weights, world.batch(indices), world.targets), together)
 
@@ -80,10 +80,10 @@ def test_nan_row_does_not_affect_other_rows() -> None:
     weights = load(world)
     clean = OPS.linear(x, weights, world.batch(indices), world.targets)
     x[7, 3] = torch.nan
-    found = OPS.linear(x, weights, world.batch(indices), world.targets)
-    assert bool(found[7].isnan().any())
-    assert torch.equal(found[:7], clean[:7])
-    assert torch.equal(found[8:], clean[8:])
+    result = OPS.linear(x, weights, world.batch(indices), world.targets)
+    assert bool(result[7].isnan().any())
+    assert torch.equal(result[:7], clean[:7])
+    assert torch.equal(result[8:], clean[8:])
 
 
 ACTIVATIONS = [
@@ -103,11 +103,11 @@ def test_gated_linear_matches_torch(inputs: int, width: int, activation: Activat
     x, indices = world.normal(max(ROWS), world.inputs), draw_adapters(max(ROWS), 2, seed=5)
     alone = OPS.gated_linear(x[-1:], weights, activation, world.batch(indices[-1:]), world.targets)
     for rows in ROWS:
-        found = OPS.gated_linear(x[:rows], weights, activation, world.batch(indices[:rows]), world.targets)
+        result = OPS.gated_linear(x[:rows], weights, activation, world.batch(indices[:rows]), world.targets)
         if rows == max(ROWS):
-            assert torch.equal(found[-1:], alone)
+            assert torch.equal(result[-1:], alone)
         gate, up = world.expected(x[:rows], indices[:rows]).chunk(2, dim=-1)
-        assert error(found, activation(gate) * up) < 2 * TOLERANCES[dtype]
+        assert error(result, activation(gate) * up) < 2 * TOLERANCES[dtype]
         assert error(OPS.gated_linear(x[:rows], weights, activation, None, ()), gated(world, x[:rows], activation)) < (
             2 * TOLERANCES[dtype]
         )
@@ -153,8 +153,8 @@ def test_strided_inputs_match_contiguous_inputs() -> None:
     world = make_case(1)
     wide = world.normal(9, 2 * world.inputs)
     for x in (wide[:, : world.inputs], wide[:, ::2]):
-        found = OPS.linear(x, load(world), None, ())
-        assert torch.equal(found, OPS.linear(x.contiguous(), load(world), None, ()))
+        result = OPS.linear(x, load(world), None, ())
+        assert torch.equal(result, OPS.linear(x.contiguous(), load(world), None, ()))
 
 
 def test_empty_batch_has_empty_output() -> None:

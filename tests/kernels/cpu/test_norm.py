@@ -46,8 +46,8 @@ def test_rms_norm_matches_reference(dtype: torch.dtype, has_residual: bool, libr
             x, weight = normal(rows, size, seed=1, dtype=dtype), normal(size, seed=2, dtype=dtype)
             residual = normal(rows, size, seed=3, dtype=dtype) if has_residual else None
             expected, summed = reference.rms_norm(x, residual, weight, EPS)
-            found, total = CpuOps(library).rms_norm(x, residual, weight, EPS)
-            check_close(found, expected)
+            actual, total = CpuOps(library).rms_norm(x, residual, weight, EPS)
+            check_close(actual, expected)
             assert torch.equal(total, summed)
             assert has_residual or total is x
 
@@ -56,21 +56,21 @@ def test_rms_norm_matches_reference(dtype: torch.dtype, has_residual: bool, libr
 def test_rms_norm_rounding_matches_reference(dtype: torch.dtype, library: Library) -> None:
     """Nearly all values are equal. A missing rounding step would change about 10 % of them."""
     x, residual, weight = (normal(*shape, seed=4, dtype=dtype) for shape in ((64, 576), (64, 576), (576,)))
-    found, _ = CpuOps(library).rms_norm(x, residual, weight, EPS)
+    actual, _ = CpuOps(library).rms_norm(x, residual, weight, EPS)
     expected, _ = reference.rms_norm(x, residual, weight, EPS)
-    assert (found != expected).float().mean() < 1e-3
+    assert (actual != expected).float().mean() < 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_float32_weight_multiplies_before_rounding(dtype: torch.dtype, library: Library) -> None:
     x, residual = (normal(64, 576, seed=seed, dtype=dtype) for seed in (4, 5))
     weight = normal(576, seed=6) + 1
-    found, total = CpuOps(library).rms_norm(x, residual, weight, EPS)
+    actual, total = CpuOps(library).rms_norm(x, residual, weight, EPS)
     expected, summed = reference.rms_norm(x, residual, weight, EPS)
     assert torch.equal(total, summed)
-    assert (found != expected).float().mean() < 1e-3
+    assert (actual != expected).float().mean() < 1e-3
     narrow, _ = reference.rms_norm(x, residual, weight.to(dtype), EPS)
-    assert (found != narrow).float().mean() > 0.1
+    assert (actual != narrow).float().mean() > 0.1
     with pytest.raises(ValueError, match="norm weight must have shape"):
         CpuOps(library).rms_norm(x, residual, weight[1:], EPS)
 
@@ -89,8 +89,8 @@ def test_layer_norm_matches_reference(dtype: torch.dtype, library: Library) -> N
 def test_layer_norm_is_precise_for_large_mean(library: Library) -> None:
     x = normal(3, 4000, seed=1) * 0.1 + 300
     expected = F.layer_norm(x.double(), (4000,), eps=1e-5)
-    found = CpuOps(library).layer_norm(x, None, None, 1e-5)
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-3)  # rounding of x
+    actual = CpuOps(library).layer_norm(x, None, None, 1e-5)
+    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=1e-3)  # rounding of x
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -98,9 +98,9 @@ def test_strided_rows_match_reference(dtype: torch.dtype, library: Library) -> N
     whole, weight = normal(4, 6, 20, seed=1, dtype=dtype), normal(20, seed=2, dtype=dtype)
     layouts = [whole, whole[:, 1:4], whole[:, 2], whole[1:, :, :].transpose(0, 1), normal(20, 6, seed=3, dtype=dtype).T]
     for x in layouts:
-        found, same = CpuOps(library).rms_norm(x, None, weight, EPS)
+        actual, same = CpuOps(library).rms_norm(x, None, weight, EPS)
         assert same is x or torch.equal(same, x)
-        check_close(found, reference.rms_norm(x, None, weight, EPS)[0])
+        check_close(actual, reference.rms_norm(x, None, weight, EPS)[0])
         check_close(CpuOps(library).layer_norm(x, weight, None, 1e-5), reference.layer_norm(x, weight, None, 1e-5))
         summed = CpuOps(library).rms_norm(x, torch.ones_like(x), weight, EPS)
         for ours, theirs in zip(summed, reference.rms_norm(x, torch.ones_like(x), weight, EPS), strict=True):
@@ -157,13 +157,13 @@ def test_norm_applies_adapter_of_each_row(dtype: torch.dtype, size: int, library
     weight, bias = normal(size, seed=3, dtype=dtype), normal(size, seed=4, dtype=dtype)
     lora, targets = adapters(size, dtype), [LoraTarget(1, slice(0, size))]
     expected, summed = reference.rms_norm(x, residual, weight, EPS, lora, targets)
-    found, total = CpuOps(library).rms_norm(x, residual, weight, EPS, lora, targets)
-    check_close(found, expected)
+    actual, total = CpuOps(library).rms_norm(x, residual, weight, EPS, lora, targets)
+    check_close(actual, expected)
     assert torch.equal(total, summed)
     plain, _ = CpuOps(library).rms_norm(x, residual, weight, EPS, lora, [])
     check_close(plain, reference.rms_norm(x, residual, weight, EPS)[0])
-    assert torch.equal(plain[:3], found[:3])
-    assert not torch.allclose(plain[3:].float(), found[3:].float(), atol=0.1)
+    assert torch.equal(plain[:3], actual[:3])
+    assert not torch.allclose(plain[3:].float(), actual[3:].float(), atol=0.1)
     expected = reference.layer_norm(x, weight, bias, 1e-5, lora, targets)
     check_close(CpuOps(library).layer_norm(x, weight, bias, 1e-5, lora, targets), expected)
 
@@ -198,10 +198,10 @@ def test_nan_row_does_not_affect_other_rows(library: Library) -> None:
         for bad in (math.nan, math.inf):
             broken = x.clone()
             broken[7, 66] = bad
-            found = norm(broken, residual, None)
-            assert found[7].isnan().any()
-            assert torch.equal(found[:7], expected[:7])
-            assert torch.equal(found[8:], expected[8:])
+            actual = norm(broken, residual, None)
+            assert actual[7].isnan().any()
+            assert torch.equal(actual[:7], expected[:7])
+            assert torch.equal(actual[8:], expected[8:])
 
 
 @pytest.mark.usefixtures("restored_threads")
@@ -210,12 +210,12 @@ def test_result_is_independent_of_threads(dtype: torch.dtype, library: Library) 
     size, runs = 2051, [(2, 17), (0, 9), (4, 1), (3, 14)]
     x, residual = normal(41, size, seed=1, dtype=dtype), normal(41, size, seed=2, dtype=dtype)
     norms = both_norms(library, normal(size, seed=3, dtype=dtype), normal(size, seed=4, dtype=dtype))
-    found = []
+    result = []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
-        found.append([norm(x, residual, adapters(size, dtype, runs)) for norm in norms])
-    for others in found[1:]:
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found[0], others, strict=True))
+        result.append([norm(x, residual, adapters(size, dtype, runs)) for norm in norms])
+    for others in result[1:]:
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(result[0], others, strict=True))
 
 
 @pytest.mark.parametrize("bits", [0x7FFF, 0x7F81, -1, -0x7F])  # the last two are negative NaN
@@ -236,11 +236,11 @@ def test_scale_and_shift_matches_reference(size: int, dtype: torch.dtype, librar
     targets = [LoraTarget(i, slice(2 + i * size, 2 + (i + 1) * size)) for i in range(3)]
     rows = normal(len(lora.adapter_indices), 3 * size + 4, seed=7, dtype=dtype)
     for some in (targets, targets[1:2], targets[:1]):
-        found, expected = rows.clone(), rows.clone()
-        CpuOps(library).scale_and_shift(found, lora, some)
+        actual, expected = rows.clone(), rows.clone()
+        CpuOps(library).scale_and_shift(actual, lora, some)
         reference.scale_and_shift(expected, lora, some)
-        check_close(found, expected)
-        assert torch.equal(found, rows) == (some == targets[:1])
+        check_close(actual, expected)
+        assert torch.equal(actual, rows) == (some == targets[:1])
 
 
 def test_scale_and_shift_rejects_mismatched_rows(library: Library) -> None:

@@ -51,16 +51,16 @@ class OneLibrary(Library):
 
 def find_variants() -> dict[str, CpuOps]:
     """Return ops for all instruction sets of this CPU."""
-    found, best = {}, CpuOps()._library.name
+    result, best = {}, CpuOps()._library.name
     names = next((sets for sets in INSTRUCTION_SETS.values() if sets[0] == best), (best,))
     for name in names:
         path = PACKAGE_DIR / f"_{name}.so"
         for has_dot in (False, True):
             try:
-                found[f"{name}{'-dot' if has_dot else ''}"] = CpuOps(OneLibrary(name, path, has_dot))
+                result[f"{name}{'-dot' if has_dot else ''}"] = CpuOps(OneLibrary(name, path, has_dot))
             except LibraryUnavailableError:
                 continue
-    return found
+    return result
 
 
 VARIANTS = find_variants()
@@ -134,9 +134,9 @@ def test_product_is_exact_for_quantized_activations(ops: CpuOps, kind: Kind, sha
     world, weights, exact = make_case(ops, shape, kind)
     for rows in FEW_ROWS:
         x, indices = world.normal(rows, world.inputs), draw_adapters(rows, len(world.adapters), seed=rows)
-        found = run_linear(ops, world, weights, x, indices)
+        result = run_linear(ops, world, weights, x, indices)
         product = multiply(x, exact)
-        assert error(found, world.expected(x, indices, product=product.clone())) < TOLERANCES[torch.float32]
+        assert error(result, world.expected(x, indices, product=product.clone())) < TOLERANCES[torch.float32]
         plain = ops.linear(x, weights, None, ())
         assert error(plain, world.expected(x, [0] * rows, product=product.clone())) < TOLERANCES[torch.float32]
         assert error(plain, world.expected(x, [0] * rows, product=x @ exact.t())) < QUANTIZATION_ERROR
@@ -155,9 +155,9 @@ def test_all_dtypes_match_exact_product(ops: CpuOps, kind: Kind, dtype: torch.dt
     world, weights, exact = make_case(ops, 2, kind, dtype, scale_dtype)
     for rows in FEW_ROWS:
         x, indices = world.normal(rows, world.inputs), draw_adapters(rows, len(world.adapters), seed=rows)
-        found = run_linear(ops, world, weights, x, indices)
-        assert found.dtype == dtype
-        assert error(found, world.expected(x, indices, product=multiply(x, exact))) < TOLERANCES[dtype]
+        result = run_linear(ops, world, weights, x, indices)
+        assert result.dtype == dtype
+        assert error(result, world.expected(x, indices, product=multiply(x, exact))) < TOLERANCES[dtype]
 
 
 @pytest.mark.parametrize("kind", [*FEW_KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in MORE_KINDS)])
@@ -190,10 +190,10 @@ def test_gated_product_matches_two_products(native: CpuOps, kind: Kind, inputs: 
     x, indices = world.normal(max(FEW_ROWS), inputs), draw_adapters(max(FEW_ROWS), 2, seed=5)
     together = native.gated_linear(x, weights, SILU, world.batch(indices), world.targets)
     for rows in FEW_ROWS:
-        found = native.gated_linear(x[:rows], weights, SILU, world.batch(indices[:rows]), world.targets)
-        assert torch.equal(found, together[:rows])
+        result = native.gated_linear(x[:rows], weights, SILU, world.batch(indices[:rows]), world.targets)
+        assert torch.equal(result, together[:rows])
         gate, up = world.expected(x[:rows], indices[:rows], product=multiply(x[:rows], exact)).chunk(2, dim=-1)
-        assert error(found, F.silu(gate) * up) < 2 * TOLERANCES[torch.float32]
+        assert error(result, F.silu(gate) * up) < 2 * TOLERANCES[torch.float32]
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -202,21 +202,21 @@ def test_nan_and_infinity_do_not_affect_other_rows(ops: CpuOps, value: float) ->
     x = world.normal(20, world.inputs)
     clean = ops.linear(x, weights, None, ())
     x[7, 3] = value
-    found = ops.linear(x, weights, None, ())
-    assert bool(found[7].isnan().all())
-    assert torch.equal(found[:7], clean[:7])
-    assert torch.equal(found[8:], clean[8:])
+    result = ops.linear(x, weights, None, ())
+    assert bool(result[7].isnan().all())
+    assert torch.equal(result[:7], clean[:7])
+    assert torch.equal(result[8:], clean[8:])
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-42, 1e-38, 1e-30, 1e30])
 def test_extreme_activations_have_finite_outputs(ops: CpuOps, scale: float) -> None:
     world, weights, exact = make_case(ops, 1, (8, 32, False))
     x = world.normal(5, world.inputs) * scale
-    found = ops.linear(x, LinearWeights(weights.weight), None, ())
+    result = ops.linear(x, LinearWeights(weights.weight), None, ())
     if scale < 1e-36:  # denormal scales are flushed to zero
-        assert found.abs().max() <= 1e-36
+        assert result.abs().max() <= 1e-36
     else:
-        assert error(found / scale, multiply(x, exact) / scale) < TOLERANCES[torch.float32]
+        assert error(result / scale, multiply(x, exact) / scale) < TOLERANCES[torch.float32]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -79,15 +79,15 @@ def test_gather_logprobs_matches_float64(library: Library) -> None:
     logits[2, 4] = math.nan
     token_ids = torch.randint(9001, (4, 7), generator=torch.Generator().manual_seed(2))
     token_ids[1, :2] = torch.tensor([0, 9000])
-    found = CpuOps(library).gather_logprobs(logits, token_ids)
+    actual = CpuOps(library).gather_logprobs(logits, token_ids)
     expected = logits.double().log_softmax(-1).gather(-1, token_ids)
-    torch.testing.assert_close(found.double(), expected, rtol=2e-7, atol=1e-6, equal_nan=True)
-    assert torch.equal(CpuOps(library).gather_logprobs(logits, token_ids.T.contiguous().T)[0], found[0])
+    torch.testing.assert_close(actual.double(), expected, rtol=2e-7, atol=1e-6, equal_nan=True)
+    assert torch.equal(CpuOps(library).gather_logprobs(logits, token_ids.T.contiguous().T)[0], actual[0])
     token_ids[0, 0], token_ids[3, 2] = -1, 9001
     beyond = CpuOps(library).gather_logprobs(logits, token_ids)
     assert beyond[0, 0].isnan()
     assert beyond[3, 2].isnan()
-    assert torch.equal(beyond[0, 1:], found[0, 1:])
+    assert torch.equal(beyond[0, 1:], actual[0, 1:])
     with pytest.raises(ValueError, match="int64"):
         CpuOps(library).gather_logprobs(logits, token_ids.int())
     with pytest.raises(ValueError, match="4 rows"):
@@ -100,10 +100,10 @@ def test_gather_logprobs_applies_temperature(dtype: torch.dtype, library: Librar
     logits[1, :8192] = NEG_INFINITY
     token_ids = torch.arange(5).view(5, 1) + torch.tensor([0, 8990])
     temperatures = torch.tensor([1e-6, 0.5, 0.7, 1.0, 3.0])
-    found = CpuOps(library).gather_logprobs(logits, token_ids, temperatures)
+    actual = CpuOps(library).gather_logprobs(logits, token_ids, temperatures)
     expected = (logits.double() / temperatures[:, None].double()).log_softmax(-1).gather(-1, token_ids)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
-    assert torch.equal(found[3:4], CpuOps(library).gather_logprobs(logits[3:4], token_ids[3:4]))
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(actual[3:4], CpuOps(library).gather_logprobs(logits[3:4], token_ids[3:4]))
     for wrong in (temperatures[:4], temperatures.double()):
         with pytest.raises(ValueError, match="temperatures must be"):
             CpuOps(library).gather_logprobs(logits, token_ids, wrong)
@@ -119,20 +119,20 @@ def test_greedy_bits_are_batch_invariant(dtype: torch.dtype, library: Library) -
     logits = normal(8, 20000, seed=1, dtype=dtype)
     expected = [CpuOps(library).choose_greedy(logits[row : row + 1])[1] for row in range(8)]
     logits[3] = math.nan
-    found = CpuOps(library).choose_greedy(logits)[1]
-    assert found[3].isnan()
-    assert all(torch.equal(found[row : row + 1], expected[row]) for row in range(8) if row != 3)
+    actual = CpuOps(library).choose_greedy(logits)[1]
+    assert actual[3].isnan()
+    assert all(torch.equal(actual[row : row + 1], expected[row]) for row in range(8) if row != 3)
 
 
 @pytest.mark.usefixtures("restored_threads")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_result_is_independent_of_threads(dtype: torch.dtype, library: Library) -> None:
-    logits, found = normal(3, 50000, seed=1, dtype=dtype), []
+    logits, result = normal(3, 50000, seed=1, dtype=dtype), []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
-        found.append(CpuOps(library).choose_greedy(logits)[1])
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+        result.append(CpuOps(library).choose_greedy(logits)[1])
+    assert torch.equal(result[0], result[1])
+    assert torch.equal(result[0], result[2])
 
 
 # --- top-k scores
@@ -232,9 +232,9 @@ def test_top_k_respects_token_masks(vocabulary: int, dtype: torch.dtype, library
 def test_gather_logprobs_respects_token_masks(dtype: torch.dtype, library: Library) -> None:
     logits, words, numbers, seen = make_masked_case(5003, dtype)
     token_ids, temperatures = seen.argmax(-1, keepdim=True), torch.tensor([0.5, 0.7, 1.0, 1.0, 1.5, 1.0, 2.0])
-    found = CpuOps(library).gather_logprobs(logits, token_ids, temperatures, words, numbers)
+    actual = CpuOps(library).gather_logprobs(logits, token_ids, temperatures, words, numbers)
     expected = (seen.double() / temperatures[:, None].double()).log_softmax(-1).gather(-1, token_ids)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
 def test_too_small_masks_are_rejected(library: Library) -> None:

@@ -133,14 +133,14 @@ def check(ops: HopperOps, paged: Paged, spec: AttentionSpec) -> None:
 
 
 def check_result(ops: HopperOps, paged: Paged, spec: AttentionSpec) -> None:
-    found, cache = paged.run(ops, spec)
+    actual, cache = paged.run(ops, spec)
     expected, expected_cache = paged.expect(spec)
-    assert found.dtype == paged.dtype
-    assert not found[[row for row, length in enumerate(paged.lengths) if not length]].any()
+    assert actual.dtype == paged.dtype
+    assert not actual[[row for row, length in enumerate(paged.lengths) if not length]].any()
     wrong = (
-        (found.float() - expected).abs() > TOLERANCE[paged.dtype] * max(1.0, float(expected.abs().max()))
-    ) | found.isnan()
-    assert not wrong.any(), describe_difference(wrong, found, expected)
+        (actual.float() - expected).abs() > TOLERANCE[paged.dtype] * max(1.0, float(expected.abs().max()))
+    ) | actual.isnan()
+    assert not wrong.any(), describe_difference(wrong, actual, expected)
     for part, expected_part in zip(cache, expected_cache, strict=True):
         # The reference clears new blocks; the kernel does not.
         written = expected_part.float().isfinite() & (expected_part.float() != 0)
@@ -280,8 +280,8 @@ def test_graph_can_be_replayed_with_different_lengths(ops: HopperOps) -> None:
                 part[: len(other)] = other
         graph.replay()
         expected = paged.run(ops, spec)[0]
-        for found in captured:
-            assert torch.equal(found, expected)
+        for actual in captured:
+            assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("cache_dtype", [None, FP8])
@@ -328,6 +328,6 @@ def test_single_tokens_in_mixed_step_match_decode_bits(
 def test_nan_row_does_not_affect_other_rows(ops: HopperOps) -> None:
     paged = Paged([50, 700, 90])
     paged.qkv[1] = math.nan
-    found, _ = paged.run(ops, AttentionSpec(0.1))
-    assert found[1].isnan().all()
-    assert found[[0, 2]].isfinite().all()
+    result, _ = paged.run(ops, AttentionSpec(0.1))
+    assert result[1].isnan().all()
+    assert result[[0, 2]].isfinite().all()

@@ -150,7 +150,7 @@ def test_lora_bits_are_independent_of_adapter_mix(device: torch.device, dtype: t
         ([(3, 20)], 7),
         ([(1, 9), (2, 1), (3, 1), (4, 9)], 10),
     ]
-    found = []
+    result = []
     row, base = normal(layer[0], seed=5, dtype=dtype), normal(sum(layer[1]), seed=6, dtype=dtype)
     for seed, (runs, place) in enumerate(mixes):
         batch = lora_batch(layer, runs, MIXED_RANKS, device=device, dtype=dtype, output_scales=[3])
@@ -158,8 +158,8 @@ def test_lora_bits_are_independent_of_adapter_mix(device: torch.device, dtype: t
         out = normal(20, sum(layer[1]), seed=seed, dtype=dtype).to(device)
         x[place], out[place] = row.to(device), base.to(device)
         ops.add_lora(out, x, batch, targets)
-        found.append(bits(out[place]))
-    assert all(torch.equal(found[0], other) for other in found)
+        result.append(bits(out[place]))
+    assert all(torch.equal(result[0], other) for other in result)
 
 
 def shuffle(batch: LoraBatch, seed: int) -> LoraBatch:

@@ -42,9 +42,9 @@ def check_write(
     for slot in batch.slots[batch.slots >= 0].tolist():
         written[slot // 8, :, slot % 8] = True
     k, v = kv[:, 2 : 2 + num_kv_heads], kv[:, 2 + num_kv_heads :]
-    expected, found = (tuple(torch.full(shape, 7.0).to(dtype) for _ in range(2)) for _ in range(2))
+    expected, actual = (tuple(torch.full(shape, 7.0).to(dtype) for _ in range(2)) for _ in range(2))
     reference.write_kv(k, v, (expected[0], expected[1]), batch, spec)
-    placed = move_cache((found[0], found[1]), device)
+    placed = move_cache((actual[0], actual[1]), device)
     on_device = kv.to(device)
     k, v = on_device[:, 2 : 2 + num_kv_heads], on_device[:, 2 + num_kv_heads :]
     write_kv(k, v, placed, move(batch, device), spec)
@@ -130,8 +130,8 @@ def check_rotation(
                 rotary(k, *angles)
             write_kv(k, v, (keys, values), batch, spec)
         results.append([x.cpu() for x in (fused, keys, values)])
-    for found, expected in zip(*results, strict=True):
-        check_bits(found, expected)
+    for actual, expected in zip(*results, strict=True):
+        check_bits(actual, expected)
 
 
 @pytest.mark.parametrize(

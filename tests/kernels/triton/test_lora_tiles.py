@@ -13,13 +13,13 @@ LAYER = SMALL_LAYERS[1]
 
 
 def list_expected_tiles(indices: list[int], height: int, *, with_base: bool) -> list[list[int]]:
-    found = []
+    result = []
     for adapter, run in groupby(range(len(indices)), key=lambda row: indices[row]):
         rows = list(run)
         for place in range(0, len(rows), height):
             if adapter or with_base:
-                found.append([rows[place], len(rows[place : place + height]), adapter, 0])
-    return found
+                result.append([rows[place], len(rows[place : place + height]), adapter, 0])
+    return result
 
 
 MIXES = [

@@ -33,8 +33,8 @@ def test_rms_norm_matches_reference(
     residual = normal(*shape, seed=3, dtype=dtype) if has_residual else None
     expected = reference.rms_norm(x, residual, weight, EPS)
     given = None if residual is None else residual.to(device)
-    found = rms_norm(x.to(device), given, weight.to(device), EPS.to(device))
-    for ours, theirs in zip(found, expected, strict=True):
+    actual = rms_norm(x.to(device), given, weight.to(device), EPS.to(device))
+    for ours, theirs in zip(actual, expected, strict=True):
         check_close(ours, theirs)
 
 
@@ -42,11 +42,11 @@ def test_rms_norm_matches_reference(
 def test_float32_weight_multiplies_before_rounding(dtype: torch.dtype, device: torch.device) -> None:
     x, weight = normal(8, 128, seed=1, dtype=dtype), normal(128, seed=2) + 1
     expected, _ = reference.rms_norm(x, None, weight, EPS)
-    found, _ = rms_norm(x.to(device), None, weight.to(device), EPS.to(device))
-    assert found.dtype == dtype
-    check_close(found, expected)
+    actual, _ = rms_norm(x.to(device), None, weight.to(device), EPS.to(device))
+    assert actual.dtype == dtype
+    check_close(actual, expected)
     if dtype == torch.float16:  # the interpreter truncates bfloat16
-        assert (found.cpu() != expected).float().mean() < 0.02
+        assert (actual.cpu() != expected).float().mean() < 0.02
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -54,8 +54,8 @@ def test_rms_norm_of_strided_heads_matches_reference(dtype: torch.dtype, device:
     x, weight = normal(4, 6, 16, seed=1, dtype=dtype), normal(16, seed=2, dtype=dtype)
     expected, _ = reference.rms_norm(x[:, 1:4], None, weight, EPS)
     given = x.to(device)
-    found, same = rms_norm(given[:, 1:4], None, weight.to(device), EPS.to(device))
-    check_close(found, expected)
+    actual, same = rms_norm(given[:, 1:4], None, weight.to(device), EPS.to(device))
+    check_close(actual, expected)
     assert torch.equal(given.cpu(), x)
     assert torch.equal(same.cpu(), x[:, 1:4])
 
@@ -120,12 +120,12 @@ def test_norm_applies_adapter_of_each_row(dtype: torch.dtype, has_residual: bool
     expected, total = reference.rms_norm(x, residual, weight, EPS, lora, targets)
     given = None if residual is None else residual.to(device)
     on_device = adapters(20, dtype, device)
-    found, summed = rms_norm(x.to(device), given, weight.to(device), EPS.to(device), on_device, targets)
-    check_close(found, expected)
+    actual, summed = rms_norm(x.to(device), given, weight.to(device), EPS.to(device), on_device, targets)
+    check_close(actual, expected)
     check_close(summed, total)
     plain, _ = rms_norm(x.to(device), given, weight.to(device), EPS.to(device), on_device, [])
     check_close(plain, reference.rms_norm(x, residual, weight, EPS)[0])
-    assert not torch.allclose(plain[2:].float(), found[2:].float(), atol=0.1)
+    assert not torch.allclose(plain[2:].float(), actual[2:].float(), atol=0.1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -158,10 +158,10 @@ def test_partial_norm_targets_are_rejected(device: torch.device) -> None:
 def test_rotary_matches_reference(dtype: torch.dtype, heads: int, dim: int, turning: int, device: torch.device) -> None:
     whole = normal(3, heads + 2, dim, seed=1, dtype=dtype)
     angles = normal(3, turning // 2, seed=2)
-    found = whole.to(device)
-    rotary(found[:, 1 : 1 + heads], angles.cos().to(device), angles.sin().to(device))
+    actual = whole.to(device)
+    rotary(actual[:, 1 : 1 + heads], angles.cos().to(device), angles.sin().to(device))
     reference.rotary(whole[:, 1 : 1 + heads], angles.cos(), angles.sin())
-    check_close(found, whole)
+    check_close(actual, whole)
 
 
 # --- on a GPU only
@@ -175,10 +175,10 @@ def test_rms_norm_with_real_model_shapes_matches_reference(dtype: torch.dtype, s
     x, residual = (normal(70, size, seed=seed, dtype=dtype) for seed in (1, 2))
     weight = normal(size, seed=3, dtype=dtype)
     expected = reference.rms_norm(x, residual, weight, EPS)
-    found = rms_norm(x.cuda(), residual.cuda(), weight.cuda(), EPS.cuda())
-    assert torch.equal(found[1].cpu(), expected[1])
+    actual = rms_norm(x.cuda(), residual.cuda(), weight.cuda(), EPS.cuda())
+    assert torch.equal(actual[1].cpu(), expected[1])
     one_place = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
-    torch.testing.assert_close(found[0].cpu(), expected[0], rtol=one_place, atol=1e-6)
+    torch.testing.assert_close(actual[0].cpu(), expected[0], rtol=one_place, atol=1e-6)
 
 
 @pytest.mark.gpu
@@ -189,9 +189,9 @@ def test_layer_norm_with_real_model_shapes_matches_reference(dtype: torch.dtype,
     shapes = [(70, size), (size,), (size,)]
     x, weight, bias = (normal(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes))
     expected = reference.layer_norm(x.float(), weight.float(), bias.float(), 1e-5)
-    found = layer_norm(x.cuda(), weight.cuda(), bias.cuda(), 1e-5).cpu().float()
+    actual = layer_norm(x.cuda(), weight.cuda(), bias.cuda(), 1e-5).cpu().float()
     half_place = {torch.float32: 1e-5, torch.float16: 6e-4, torch.bfloat16: 5e-3}[dtype]
-    torch.testing.assert_close(found, expected, rtol=half_place, atol=1e-5)
+    torch.testing.assert_close(actual, expected, rtol=half_place, atol=1e-5)
 
 
 @pytest.mark.gpu
@@ -209,10 +209,10 @@ def test_norm_bits_are_batch_invariant(dtype: torch.dtype, size: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_rotary_rounding_matches_reference(dtype: torch.dtype) -> None:
     x, angles = normal(70, 40, 128, seed=1, dtype=dtype), normal(70, 64, seed=2)
-    found = x.cuda()
-    rotary(found, angles.cos().cuda(), angles.sin().cuda())
+    actual = x.cuda()
+    rotary(actual, angles.cos().cuda(), angles.sin().cuda())
     reference.rotary(x, angles.cos(), angles.sin())
-    assert torch.equal(found.cpu(), x)
+    assert torch.equal(actual.cpu(), x)
 
 
 @pytest.mark.gpu

@@ -211,11 +211,11 @@ def test_graph_batch_adapters_are_refreshed_in_place(
         bounds = [0, *itertools.accumulate(count for _, count in runs)]
         current = replace(made, bounds=bounds, adapters=[adapter for adapter, _ in runs], derived={})
         ops.refresh_lora_plan(batch, current)
-        found = ops.linear(x, weights, batch, targets)
-        check_close(found, expected_linear(x, layer, current, bias=True), BF16)
+        result = ops.linear(x, weights, batch, targets)
+        check_close(result, expected_linear(x, layer, current, bias=True), BF16)
         if not current.has_low_rank(targets):
             continue  # without adapters, the bias is added inside the product
-        assert torch.equal(found, ops.linear(x, weights, current, targets))
+        assert torch.equal(result, ops.linear(x, weights, current, targets))
         if len(targets) == 2:
             gated = [ops.gated_linear(x, weights, activation, each, targets) for each in (batch, current)]
             assert torch.equal(*gated)
@@ -240,7 +240,7 @@ def test_nan_tokens_and_adapters_do_not_affect_other_tokens(device: torch.device
     broken = batch.host_table[4, targets[0].index]  # an adapter
     batch.buffer[broken[0] : broken[0] + layer[0]] = math.nan
     others = [row for row in range(len(x)) if row != 7 and not 34 <= row < 40]
-    for found, before in zip(run(), clean, strict=True):
-        assert torch.equal(bits(found[others]), bits(before[others]))
-        assert found[7].isnan().all()
-        assert found[34:40, :40].isnan().all()
+    for result, before in zip(run(), clean, strict=True):
+        assert torch.equal(bits(result[others]), bits(before[others]))
+        assert result[7].isnan().all()
+        assert result[34:40, :40].isnan().all()

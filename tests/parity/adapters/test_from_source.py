@@ -26,8 +26,8 @@ IDS = list(range(5, 20))
 
 def check_config(config: Mapping[str, Any], base_model_type: Callable[[str], str | None]) -> None:
     parsed = parse_config(config, "tested")
-    found = None if parsed.base_model_name is None else base_model_type(parsed.base_model_name)
-    check_base_model(parsed, "llama", "LlamaForCausalLM", found)
+    result = None if parsed.base_model_name is None else base_model_type(parsed.base_model_name)
+    check_base_model(parsed, "llama", "LlamaForCausalLM", result)
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_hub_and_folder_adapters_match_peft(name: str, tmp_path: Path, device: t
     model = make_model(case.base, device)
     targets = collect_adapter_targets(model)
     # Equal content has equal identities, independent of source and base model name.
-    assert len({open_adapter(found.folder, targets).compute_identity() for found in fetched}) == 1
+    assert len({open_adapter(actual.folder, targets).compute_identity() for actual in fetched}) == 1
     arena = load_adapters(model, [fetched[0].folder], device)
     driver = PagedDriver(model)
     logits = driver.forward([(driver.add(1, len(IDS)), IDS)], arena)[0]

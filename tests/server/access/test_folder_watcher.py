@@ -33,9 +33,9 @@ def test_scan_finds_folders_with_adapter_config(tmp_path: Path) -> None:
 def test_scan_skips_invalid_names(tmp_path: Path) -> None:
     odd = ["line\nend", "\x1b[2J", "\u202e", "bad\udcff", "a%2Fb", "percent%20name", "back\\slash", "~home"]
     put(tmp_path, "good", *odd)
-    found = find_adapters(tmp_path)
-    assert found.names == ["good"]
-    assert found.skipped.keys() == set(odd)
+    result = find_adapters(tmp_path)
+    assert result.names == ["good"]
+    assert result.skipped.keys() == set(odd)
     for name in odd:
         with pytest.raises(AdapterError):
             LocalSource([tmp_path]).find(name, None)

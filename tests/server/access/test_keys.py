@@ -182,11 +182,11 @@ def test_cache_salts_never_collide() -> None:
     """Test names, groups and salts that imitate other combinations."""
     words = ["a", "key", "group", 'a","b', '"', "\\", ",", '["key","a",""]', '["group","a",""]', "\u0000", "é"]
     keys = [Key(), *(Key(word) for word in words), *(Key("k", group=word) for word in words)]
-    found = [key.cache_salt(salt) for key in keys for salt in ("", *words, *(each.cache_salt("") for each in keys))]
+    result = [key.cache_salt(salt) for key in keys for salt in ("", *words, *(each.cache_salt("") for each in keys))]
     asked = {(key.group or key.name, bool(key.group), salt) for key in keys for salt in ("", *words)} | {
         (key.group or key.name, bool(key.group), each.cache_salt("")) for key in keys for each in keys
     }
-    assert len(set(found)) == len(asked)
+    assert len(set(result)) == len(asked)
 
 
 def test_keys_file_sets_groups(tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ INVALID_BODIES = {
 def read_counts(routes: Routes, name: str) -> dict[str, float]:
     """Return metric values by adapter."""
     text = routes.metrics.render_prometheus().decode()
-    found = re.findall(rf'^{name}{{.*?adapter="([^"]*)".*?}} (\S+)$', text, re.MULTILINE)
-    return {adapter: float(count) for adapter, count in found if float(count)}
+    result = re.findall(rf'^{name}{{.*?adapter="([^"]*)".*?}} (\S+)$', text, re.MULTILINE)
+    return {adapter: float(count) for adapter, count in result if float(count)}
 
 
 def count_rejected(path: str, name: str | None, **options: Any) -> dict[str, float]:

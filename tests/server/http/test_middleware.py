@@ -378,8 +378,8 @@ def test_admin_actions_are_logged(lines: Lines, server_with_keys: SharedServer) 
         await connection.read_responses(1)
 
     server_with_keys.run(check)
-    found = [(each["action"], each["adapter"], each["key"], each["status"]) for each in lines("audit")]
-    assert found == [
+    result = [(each["action"], each["adapter"], each["key"], each["status"]) for each in lines("audit")]
+    assert result == [
         ("unload", "nobody", "admin", 404),
         ("load", "poet", "", 403),
         ("unload", "nobody", "admin", 404),

@@ -217,16 +217,16 @@ def test_generation_is_freed_without_garbage_collection(path: str, body: Any) ->
 
 def join(events: list[Any]) -> dict[str, Any]:
     """Merge stream events, because tokens may be grouped differently."""
-    found: dict[str, Any] = {"text": "", "tokens": [], "rest": []}
+    result: dict[str, Any] = {"text": "", "tokens": [], "rest": []}
     for each in events:
         if "token" in each:
-            found["tokens"].append(each.pop("token"))
+            result["tokens"].append(each.pop("token"))
         for choice in each.get("choices", ()):
             delta = choice.get("delta", choice)
-            found["text"] += f"{choice['index']}: {delta.pop('text', None) or delta.pop('content', '')}"
+            result["text"] += f"{choice['index']}: {delta.pop('text', None) or delta.pop('content', '')}"
             logprobs = choice.pop("logprobs") or {}
-            found["tokens"] += logprobs.get("content") or logprobs.get("tokens") or []
-            found["rest"] += [choice["finish_reason"]] if choice["finish_reason"] else []
-        found["rest"] += [each[key] for key in ("usage", "details", "generated_text", "adapter_tier") if each.get(key)]
-    found["text"] = found["text"].replace("0: ", "") if "1: " not in found["text"] else sorted(found["text"])
-    return found
+            result["tokens"] += logprobs.get("content") or logprobs.get("tokens") or []
+            result["rest"] += [choice["finish_reason"]] if choice["finish_reason"] else []
+        result["rest"] += [each[key] for key in ("usage", "details", "generated_text", "adapter_tier") if each.get(key)]
+    result["text"] = result["text"].replace("0: ", "") if "1: " not in result["text"] else sorted(result["text"])
+    return result

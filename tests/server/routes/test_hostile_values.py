@@ -93,13 +93,13 @@ def check(reply: Reply, *statuses: int) -> None:
 
 
 def _list_numeric_fields() -> list[tuple[str, str]]:
-    found = []
+    result = []
     for path, schema in SCHEMAS.items():
         for name, field in schema.model_json_schema()["properties"].items():
             kinds = {branch.get("type") for branch in field.get("anyOf", [field])}
             if kinds & {"integer", "number"}:
-                found.append((path, name))
-    return found
+                result.append((path, name))
+    return result
 
 
 @pytest.mark.parametrize(("path", "field"), _list_numeric_fields())

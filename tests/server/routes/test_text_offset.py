@@ -135,9 +135,9 @@ def test_token_starts_match_decoded_token_offsets(kind: str) -> None:
     for text in random_texts(200, seed=5):
         ids = tokenizer.encode(text)
         if tokenizer.decode(ids) == text and not text.startswith(" ") and ids:
-            found = find_token_offsets(tokenizer.detokenizer, ids)
-            assert tokenizer.find_token_starts(text) == found
-            assert all(before <= after for before, after in pairwise(found))
+            result = find_token_offsets(tokenizer.detokenizer, ids)
+            assert tokenizer.find_token_starts(text) == result
+            assert all(before <= after for before, after in pairwise(result))
             compared += 1
     assert compared > 5
 

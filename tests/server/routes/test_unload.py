@@ -190,8 +190,8 @@ def test_broken_adapter_is_listed_with_error(routes: LoadTrackingRoutes) -> None
     routes.resolutions["sql"] = AdapterError("adapter 'sql': has a broken header")
     assert routes.use("./sql").status == 424
     for key in (None, ADMIN):
-        found = {each["id"]: each for each in routes.get("/v1/adapters", key).json["data"]}["sql"]
-        assert (found["state"], found["error"]) == ("failed", "adapter 'sql': has a broken header")
+        result = {each["id"]: each for each in routes.get("/v1/adapters", key).json["data"]}["sql"]
+        assert (result["state"], result["error"]) == ("failed", "adapter 'sql': has a broken header")
     del routes.resolutions["sql"]
     routes.use("sql")
     assert (routes.list_adapters()["sql"]["state"], routes.list_adapters()["sql"]["error"]) == ("on the device", None)
@@ -201,8 +201,8 @@ def test_loaded_adapter_with_broken_files_is_listed_with_error(routes: LoadTrack
     routes.use("sql")
     routes.resolutions["sql"] = AdapterError("adapter 'sql': has a broken header")
     assert routes.load("sql").status == 400
-    found = routes.list_adapters()["sql"]
-    assert (found["state"], found["error"]) == ("on the device", "adapter 'sql': has a broken header")
+    result = routes.list_adapters()["sql"]
+    assert (result["state"], result["error"]) == ("on the device", "adapter 'sql': has a broken header")
 
 
 @pytest.mark.parametrize("error", [AdapterAccessError, SourceError, AdapterNotFoundError])
@@ -225,8 +225,8 @@ def test_stale_version_sets_adapter_version_header(routes: LoadTrackingRoutes) -
     for path in ("/generate", "/generate_stream"):
         reply = routes.post(path, generate(adapter_id="sql"))
         assert (reply.status, reply.headers["x-adapter-version"]) == (200, "previous")
-    found = routes.list_adapters()["sql"]
-    assert (found["state"], found["error"]) == ("on the device", stale.message)
+    result = routes.list_adapters()["sql"]
+    assert (result["state"], result["error"]) == ("on the device", stale.message)
     del routes.resolutions["sql"]
     assert "x-adapter-version" not in routes.use("sql").headers
     assert routes.list_adapters()["sql"]["error"] is None
@@ -271,8 +271,8 @@ def merge(routes: LoadTrackingRoutes, seed: int | None = None, **more: Any) -> t
 
 def test_null_merge_fields_use_defaults(routes: LoadTrackingRoutes) -> None:
     _, expected = merge(routes)
-    _, found = merge(routes, weights=None, density=None, merge_strategy=None, majority_sign_method=None)
-    assert found.merge == expected.merge == Merge((1.0, 1.0))
+    _, actual = merge(routes, weights=None, density=None, merge_strategy=None, majority_sign_method=None)
+    assert actual.merge == expected.merge == Merge((1.0, 1.0))
 
 
 def test_dare_merge_uses_request_seed(routes: LoadTrackingRoutes) -> None:
@@ -280,7 +280,7 @@ def test_dare_merge_uses_request_seed(routes: LoadTrackingRoutes) -> None:
 
     def seeds(**more: Any) -> list[int]:
         return [
-            found.merge.seed for _, found in (merge(routes, seed, **more) for seed in (None, 0, 1, 2)) if found.merge
+            result.merge.seed for _, result in (merge(routes, seed, **more) for seed in (None, 0, 1, 2)) if result.merge
         ]
 
     for strategy in ("dare_linear", "DARE_ties"):

@@ -25,7 +25,7 @@ class Collector(ThreadingHTTPServer):
 
     @property
     def spans(self) -> list[Any]:
-        sent = [found for _, request in self.requests for found in request.resource_spans]
+        sent = [result for _, request in self.requests for result in request.resource_spans]
         return [span for resource in sent for scope in resource.scope_spans for span in scope.spans]
 
 
@@ -60,9 +60,9 @@ def collecting() -> Iterator[Collector]:
 
 
 def attributes(span: Any) -> dict[str, Any]:
-    found = {}
+    result = {}
     for each in span.attributes:
         kind = each.value.WhichOneof("value")
         value = getattr(each.value, kind)
-        found[each.key] = [item.string_value for item in value.values] if kind == "array_value" else value
-    return found
+        result[each.key] = [item.string_value for item in value.values] if kind == "array_value" else value
+    return result

@@ -172,9 +172,9 @@ def test_json_matches_prometheus_text() -> None:
     text = metrics.render_prometheus().decode()
     shown = json.loads(json.dumps(metrics.render_json(), allow_nan=False))
     assert list(shown) == re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)
-    found = [each["value"] for family in shown.values() for each in family["data"]]
+    actual = [each["value"] for family in shown.values() for each in family["data"]]
     expected = [sample.value for family in text_string_to_metric_families(text) for sample in family.samples]
-    assert found == expected
+    assert actual == expected
 
 
 def mixture() -> Iterator[RequestRecord]:
@@ -356,10 +356,12 @@ def test_key_adapter_pairs_are_limited() -> None:
     metrics = make(max_labels=20)
     for number in range(400):
         metrics.record_finished(record(adapter_id=f"adapter-{number % 20}", key=f"key-{number // 20}"))
-    shown = {labels: found for (name, labels), found in samples(metrics).items() if name == "lorax_key_requests_total"}
+    shown = {
+        labels: result for (name, labels), result in samples(metrics).items() if name == "lorax_key_requests_total"
+    }
     assert len(shown) <= 20 + 20
     for number in range(20):
-        assert sum(found for labels, found in shown.items() if ("key", f"key-{number}") in labels) == 20
+        assert sum(result for labels, result in shown.items() if ("key", f"key-{number}") in labels) == 20
 
 
 def test_sanitized_names_stay_distinct() -> None:

@@ -63,8 +63,8 @@ def sent(collector: Collector, *records: RequestRecord) -> list[Any]:
 
 
 def span(spans: list[Any], name: str) -> Any:
-    (found,) = [each for each in spans if each.name == name]
-    return found
+    (result,) = [each for each in spans if each.name == name]
+    return result
 
 
 # --- Spans ------------------------------------------------------------------------------------------------------------
@@ -121,9 +121,9 @@ def test_attributes_follow_conventions_without_content(collector: Collector) -> 
 
 
 def test_base_model_name_is_exported(collector: Collector) -> None:
-    found = attributes(span(sent(collector, request(adapter_id="", identity="", source="")), "lorax.request"))
-    assert found["gen_ai.request.model"] == "org/base"
-    assert "lorax.adapter" not in found
+    result = attributes(span(sent(collector, request(adapter_id="", identity="", source="")), "lorax.request"))
+    assert result["gen_ai.request.model"] == "org/base"
+    assert "lorax.adapter" not in result
 
 
 def test_caller_trace_is_continued(collector: Collector) -> None:

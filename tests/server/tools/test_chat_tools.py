@@ -34,14 +34,14 @@ def streamed(server: ScriptedServer, **fields: Any) -> Any:
 
 def both(server: ScriptedServer, **fields: Any) -> Any:
     """Send the request whole and streamed, check that both messages match, and return the message without call IDs."""
-    found = []
+    result = []
     for send in (whole, streamed):
         choice = send(server, **fields)
         calls = choice.message.tool_calls or ()
         ids = [call.id for call in calls]
         assert len(set(ids)) == len(ids)
         assert all(ids)
-        found.append(
+        result.append(
             {
                 "content": choice.message.content or None,
                 "calls": [(call.type, call.function.name, call.function.arguments) for call in calls],
@@ -49,8 +49,8 @@ def both(server: ScriptedServer, **fields: Any) -> Any:
                 "reason": choice.finish_reason,
             }
         )
-    assert found[0] == found[1]
-    return found[0]
+    assert result[0] == result[1]
+    return result[0]
 
 
 def test_text_and_tool_call_are_separated() -> None:
@@ -76,8 +76,8 @@ def test_completion_may_have_any_number_of_tool_calls() -> None:
 
 @pytest.mark.parametrize("output", ['<tool_call>{"name": "nobody"}</tool_call>', "<tool_call>{", "a\n"])
 def test_invalid_tool_calls_are_text(output: str) -> None:
-    found = both(ScriptedServer(output), tools=TOOLS)
-    assert (found["content"], found["calls"], found["reason"]) == (output, [], "stop")
+    result = both(ScriptedServer(output), tools=TOOLS)
+    assert (result["content"], result["calls"], result["reason"]) == (output, [], "stop")
 
 
 def test_truncated_tool_call_is_text_without_grammar() -> None:
@@ -127,8 +127,8 @@ def test_tool_format_is_selected_by_template_or_flag(tool_format: str, output: s
         ScriptedServer(output, template),
         ScriptedServer(output, "{{ tools }}", tool_parsers=(tool_format,)),
     ):
-        found = both(server, tools=TOOLS)
-        assert (found["content"], found["calls"]) == (None, [("function", "weather", OSLO)])
+        result = both(server, tools=TOOLS)
+        assert (result["content"], result["calls"]) == (None, [("function", "weather", OSLO)])
         (call,) = whole(server, tools=TOOLS).message.tool_calls
         assert (len(call.id) == 9) == (tool_format == "mistral")
         assert "[TOOL_CALLS]" not in (both(server)["content"] or "")
@@ -402,32 +402,32 @@ THOUGHT = "<think>\nUse <tool_call>? Yes.\n</think>\n\n"
 
 def test_reasoning_is_separated_on_request() -> None:
     server = ScriptedServer(THOUGHT + CALL)
-    found = both(server, tools=TOOLS, separate_reasoning=True)
-    assert (found["reasoning"], found["content"]) == ("Use <tool_call>? Yes.", None)
-    assert found["calls"] == [("function", "weather", OSLO)]
-    found = both(server, tools=TOOLS)  # not separated: reasoning is text, and tool calls in it are ignored
-    assert (found["reasoning"], found["content"]) == (None, THOUGHT.rstrip())
-    assert found["calls"] == [("function", "weather", OSLO)]
+    result = both(server, tools=TOOLS, separate_reasoning=True)
+    assert (result["reasoning"], result["content"]) == ("Use <tool_call>? Yes.", None)
+    assert result["calls"] == [("function", "weather", OSLO)]
+    result = both(server, tools=TOOLS)  # not separated: reasoning is text, and tool calls in it are ignored
+    assert (result["reasoning"], result["content"]) == (None, THOUGHT.rstrip())
+    assert result["calls"] == [("function", "weather", OSLO)]
     assert both(ScriptedServer(THOUGHT + "Hi."))["content"] == THOUGHT + "Hi."
-    found = both(ScriptedServer(THOUGHT + "Hi.", separate_reasoning=True))
-    assert (found["reasoning"], found["content"]) == ("Use <tool_call>? Yes.", "Hi.")
+    result = both(ScriptedServer(THOUGHT + "Hi.", separate_reasoning=True))
+    assert (result["reasoning"], result["content"]) == ("Use <tool_call>? Yes.", "Hi.")
     assert both(ScriptedServer(THOUGHT, separate_reasoning=True), separate_reasoning=False)["content"] == THOUGHT
 
 
 def test_reasoning_opened_by_prompt_is_separated() -> None:
     server = ScriptedServer("I muse.\n</think>\nHi.")
-    found = both(server, separate_reasoning=True, chat_template_kwargs={"think": True})
-    assert (found["reasoning"], found["content"]) == ("I muse.", "Hi.")
+    result = both(server, separate_reasoning=True, chat_template_kwargs={"think": True})
+    assert (result["reasoning"], result["content"]) == ("I muse.", "Hi.")
     server = ScriptedServer("I muse.\n</think>\n" + CALL)
-    found = both(server, tools=TOOLS, tool_choice="required", chat_template_kwargs={"think": True})
-    assert found["calls"] == [("function", "weather", OSLO)]
+    result = both(server, tools=TOOLS, tool_choice="required", chat_template_kwargs={"think": True})
+    assert result["calls"] == [("function", "weather", OSLO)]
     assert server.grammar.startswith("start: reasons")
 
 
 def test_response_format_disables_reasoning_opened_by_prompt() -> None:
     fields = {"response_format": {"type": "json_object"}, "chat_template_kwargs": {"think": True}}
-    found = both(ScriptedServer('{"a": 1}'), separate_reasoning=True, **fields)
-    assert (found["reasoning"], found["content"]) == (None, '{"a": 1}')
+    result = both(ScriptedServer('{"a": 1}'), separate_reasoning=True, **fields)
+    assert (result["reasoning"], result["content"]) == (None, '{"a": 1}')
 
 
 def test_log_probabilities_cover_all_tool_call_tokens() -> None:

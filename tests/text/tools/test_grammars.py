@@ -115,13 +115,13 @@ class Vocabulary:
 
     def accepts(self, grammar: str, text: str) -> bool:
         """Return True if the text matches the whole grammar, token by token."""
-        found = set()
+        result = set()
         ids = self(text.encode())
         for tokens in self.known:
             matcher = LLMatcher(tokens, grammar, log_level=0)
             assert not matcher.is_error(), matcher.get_error()
-            found.add(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
-        (is_accepted,) = found
+            result.add(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+        (is_accepted,) = result
         return is_accepted
 
 
@@ -132,9 +132,9 @@ def vocabulary(kind: str) -> Vocabulary:
         return Vocabulary(backend, (GRANITE, "[TOOL_CALLS]", "<|python_tag|>"), ("<tool_call>", "</tool_call>"))
     made = {"text": (), "special": (GRANITE, "[TOOL_CALLS]"), "newer": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")}[kind]
     copied = Tokenizer.from_str(byte_level(500).tokenizer.to_str())
-    found = Vocabulary(copied, made, ("<tool_call>", "</tool_call>", "<think>", "</think>"))
-    found.known.append(LLTokenizer(found.tokenizer._backend.to_str()))  # treats added tokens with brackets as special
-    return found
+    result = Vocabulary(copied, made, ("<tool_call>", "</tool_call>", "<think>", "</think>"))
+    result.known.append(LLTokenizer(result.tokenizer._backend.to_str()))  # treats added tokens with brackets as special
+    return result
 
 
 CASES = [
