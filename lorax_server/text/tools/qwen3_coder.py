@@ -186,8 +186,8 @@ def _write_value(
     text_schema = finder.find_text_schema(schema)
     if call.is_strict and text_schema.unknown_keyword:
         raise InputError(
-            f"`tools`: the parameter {name[:64]!r} of {call.name!r} has `{text_schema.unknown_keyword}`, which cannot be "
-            "enforced for text in this model's tool call format; remove it, or do not set `strict`"
+            f"`tools`: the parameter {name[:64]!r} of {call.name!r} has `{text_schema.unknown_keyword}`, which cannot "
+            "be enforced for text in this model's tool call format; remove it, or do not set `strict`"
         )
     closing_marker, null = escape_regex("\n" + PARAMETER_END), "|null" if "null" in types else ""
     patterns = [rf"/({text_schema.length}{null}){closing_marker}/"]
