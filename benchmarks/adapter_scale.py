@@ -1,9 +1,9 @@
-"""Measure many adapters with little device memory: 2,000 on disk and memory for 64, against 16 resident adapters.
+"""Measure 2,000 adapters on disk with device memory for only 64 adapters, and compare with 16 resident adapters.
 
-Each request uses an adapter drawn from a Zipf distribution (exponent 1). 32 requests are in flight; a finished request
-is replaced by a new request, which is resolved and queued until its adapter is on the device. The run includes a cold
-start, so the first request for each adapter reads, checks and prepares its files. The model is tiny, which is the
-hardest case, because little computation overlaps with loading.
+Each request uses an adapter drawn from a Zipf distribution (exponent 1). 32 requests are in flight; when a request
+finishes, a new request is resolved and queued until its adapter is on the device. The run includes a cold start, so the
+first request for each adapter reads, checks and prepares its files. The model is tiny, which is the hardest case,
+because little computation overlaps with loading.
 """
 
 import random

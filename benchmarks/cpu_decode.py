@@ -1,4 +1,4 @@
-"""Measure decode with a small Llama on a CPU, with and without adapters, against transformers, PEFT and llama.cpp.
+"""Measure decode with a small Llama on a CPU, with and without adapters. Compare with transformers, PEFT and llama.cpp.
 
 The model is a Llama with 135M random parameters, with rank-16 adapters on all linear layers. Values are tokens per
 second in greedy decode steps after 90-token prompts: the best of several rounds in which all systems alternate.
@@ -63,7 +63,7 @@ DEMO_GOALS = {1: 2.0, 6: 4.0}
 
 
 class Case(NamedTuple):
-    """A batch of sequences with different adapters; with 0 adapters, all sequences use the base model."""
+    """A batch of sequences with different adapters. If there are 0 adapters, all sequences use the base model."""
 
     batch: int
     adapters: int = 0
@@ -73,7 +73,7 @@ class Case(NamedTuple):
 
     @property
     def indices(self) -> list[int]:
-        """The adapter of each sequence, sorted as the engine does; 0 is the base model."""
+        """The adapter index of each sequence, sorted in the same way as in the engine. Index 0 is the base model."""
         return sorted(i % self.adapters + 1 if self.adapters else 0 for i in range(self.batch))
 
 
@@ -84,7 +84,7 @@ Speeds = dict[Case, float]  # tokens per second
 
 
 class Run(NamedTuple):
-    """Each sequence's tokens, and the total time of all steps except the first, in seconds."""
+    """The tokens of each sequence, and the total time of all steps except the first step, in seconds."""
 
     tokens: list[list[int]]
     seconds: float
@@ -108,7 +108,7 @@ OF_OWN_BASE = {
 
 
 class LoraxEngine:
-    """lorax_server's engine, through `LLM`."""
+    """The engine of lorax_server, used through `LLM`."""
 
     def __init__(self, folder: Path, dtype: str) -> None:
         max_batch = max(case.batch for case in CASES)
@@ -131,7 +131,7 @@ class LoraxEngine:
 
 
 class PeerRun:
-    """transformers or PEFT, after the prefill of one case."""
+    """A run of transformers or PEFT after the prefill of a case."""
 
     def __init__(self, model: Any, names: Sequence[str], case: Case, prompts: Sequence[list[int]]) -> None:
         self._model, self._cache = model, DynamicCache(config=model.config)
@@ -161,7 +161,7 @@ def copy_with_attention(model: Any, attention: str) -> Any:
 
 
 class CaseRuns(NamedTuple):
-    """Functions that run one case with `LLM` and with the faster peer, and the peer's name."""
+    """Functions that run a case with `LLM` and with the faster peer, and the peer's name."""
 
     run_ours: Decode
     run_peer: Decode
@@ -201,7 +201,7 @@ def prepare(base: Any, engine: LoraxEngine, adapted: Any, names: Sequence[str]) 
 
 
 class LlamaCpp:
-    """A built checkout of llama.cpp, with the model and one adapter in its format."""
+    """A built checkout of llama.cpp, with the model and an adapter in GGUF format."""
 
     def __init__(self, checkout: Path, folder: Path, kind: str) -> None:
         """Convert the model and an adapter. `folder` contains the model and `adapters/`; `kind` is the storage type."""

@@ -1,9 +1,9 @@
-"""Measure prefill and decode of float32 models on a CPU, against transformers in the same process.
+"""Measure prefill and decode of float32 models on a CPU, and compare with transformers in the same process.
 
 All models are random. Two are small: GPT-2 small and a Llama with 160M parameters. Two have the widths of Gemma-2-9B
 and Phi-4, but two layers and a vocabulary of 32,000. Decoding one sequence with these is memory-bound, so it is
 measured again with weights that bfloat16 represents exactly, as in published checkpoints: both systems compute in
-float32, but we store such matrices in half the memory. Each value is the best of several alternating runs.
+float32, but this server stores such matrices in half the memory. Each value is the best of several alternating runs.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,7 @@
-"""Measure prefill and decode of a small Qwen3-MoE in float32 on a CPU, against transformers in the same process.
+"""Measure prefill and decode of a small Qwen3-MoE in float32 on a CPU, and compare with transformers.
 
-The model is random: 64 experts, 8 per token. transformers runs with the fastest of its expert implementations. Each
-value is the best of several alternating runs.
+The model has random weights and 64 experts, 8 of which process each token. Both systems run in the same process.
+transformers runs with the fastest of its expert implementations. Each value is the best of several alternating runs.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ BATCH_SIZES, CONTEXT, RUNS = (1, 8, 32), 256, 8
 
 
 def measure(theirs: Any, ours: Any, runs: int) -> list[Record]:
-    """Return the record of each case against the fastest expert implementation of transformers."""
+    """Return a record for each case. The peer is the fastest expert implementation in transformers."""
     found: list[list[Record]] = [[] for _ in range(1 + len(BATCH_SIZES))]
     for name in IMPLEMENTATIONS:
         theirs.set_experts_implementation(name)

@@ -1,4 +1,4 @@
-"""Measure decode with mixed adapters on a CPU, against transformers and PEFT in the same process.
+"""Measure decode with mixed adapters on a CPU, and compare with transformers and PEFT in the same process.
 
 The model is a random Llama with 160M parameters and a batch of 16 sequences. PEFT writes rank-16 adapters on all linear
 layers, and both systems load the same files. PEFT receives `adapter_names`, one per sequence. Each value is the best of
@@ -67,12 +67,14 @@ def load_ours(model: Any, folders: list[Path], dtype: torch.dtype = torch.float3
 
 
 def rows(number: int) -> list[int]:
-    """Return the adapter of each sequence, sorted as the engine does."""
+    """Return the adapter of each sequence, sorted in the same way as in the engine."""
     return sorted(index % number + 1 for index in range(BATCH)) if number else [0] * BATCH
 
 
 def ours(model: Any, arena: AdapterArena, number: int, cache: DynamicCache | None = None) -> Step:
-    """Return a decode step over `number` adapters. transformers' cache contains the same random values as ours."""
+    """Return a decode step with `number` adapters. Our KV cache and the cache of transformers contain the same random
+    values.
+    """
     paged = Paged(model, BATCH, CONTEXT + RUNS + 2)
     fill(paged, DynamicCache(config=model.config) if cache is None else cache, CONTEXT)
     ids, position = torch.arange(BATCH)[:, None] + 100, count(CONTEXT)

@@ -1,12 +1,13 @@
-"""Measure GGUF models on a CPU, with and without adapters, against llama.cpp with the same files.
+"""Measure GGUF models on a CPU, with and without adapters, and compare with llama.cpp and the same files.
 
 The model is SmolLM2-135M-Instruct, requantized by `llama-quantize`, with random rank-16 adapters on all linear layers.
 The script measures tokens per second in greedy decode steps and for a prompt of 1,536 tokens (the best of several
-alternating rounds), the memory of `lorax serve` after startup, and the perplexity of this repository's documentation.
-As in `llama-perplexity`, only the second half of each 512-token chunk is scored.
+alternating rounds), the memory of `lorax serve` after startup, and the perplexity on the text of this repository's
+documentation. As in `llama-perplexity`, only the second half of each 512-token chunk is scored.
 
 `--llama-cpp FOLDER` is a checkout of llama.cpp with `llama-quantize`, `llama-batched-bench` and `llama-perplexity` in
-`build/bin`. llama.cpp cannot batch different adapters, so cases with adapters are compared with our base model.
+`build/bin`. llama.cpp cannot batch different adapters, so cases with adapters are compared with the base model in this
+engine.
 """
 
 import json

@@ -1,11 +1,11 @@
-"""Measure a mixed load for 32 adapters on a CPU: this engine against transformers and PEFT in static batches.
+"""Measure a mixed load for 32 adapters on a CPU, and compare with transformers and PEFT in static batches.
 
-200 requests have prompts of 16 to 128 tokens and completions of 8 to 128 (both log-uniform). Each request uses one of
-32 adapters of rank 4 to 16, drawn from a Zipf distribution. The model is a Llama with 160M parameters. The peer batches
-requests in order of arrival, up to `--rows` per batch, with an adapter for each sequence (PEFT's `adapter_names`), and
-starts the next batch when all sequences have finished. Its adapters are loaded in advance; ours are loaded from their
-folders during the measurement. In the first run, all requests arrive at the start (throughput). In the second run, they
-arrive at random times, at 70% of our capacity.
+200 requests have prompts of 16 to 128 tokens and completions of 8 to 128 tokens (both log-uniform). Each request uses
+one of 32 adapters of rank 4 to 16, drawn from a Zipf distribution. The model is a Llama with 160M parameters. The peer
+batches requests in order of arrival, up to `--rows` per batch, with an adapter for each sequence (PEFT's
+`adapter_names`), and starts the next batch when all sequences have finished. Its adapters are loaded in advance; ours
+are loaded from their folders during the measurement. In the first run, all requests arrive at the start (throughput).
+In the second run, they arrive at random times, at 70% of our capacity.
 """
 
 import random
@@ -41,7 +41,7 @@ PEER = "transformers + PEFT, static batches"
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """A request in the load."""
+    """A request in the benchmark's load."""
 
     request_id: int
     prompt: list[int]
@@ -115,7 +115,9 @@ def compare(name: str, ours: Sequence[float], theirs: Sequence[float], goal: flo
 
 
 def same_tokens(ours: RunResult, theirs: RunResult) -> float:
-    """Return the share of requests with equal tokens. Rounding may change tokens with nearly equal logits."""
+    """Return the fraction of requests whose tokens are equal. Rounding can change tokens whose logits are
+    nearly equal.
+    """
     tokens = [([t for _, t in ours.outputs[i]], [t for _, t in outputs]) for i, outputs in theirs.outputs.items()]
     return statistics.mean(mine == other for mine, other in tokens)
 

@@ -1,9 +1,9 @@
-"""Measure embeddings of texts with mixed lengths, against sentence-transformers in the same process.
+"""Measure embeddings of texts with mixed lengths, and compare with sentence-transformers in the same process.
 
 The model has the shape of BERT-base and random weights. Texts have 8 to 256 tokens. `encode` of sentence-transformers
 sorts texts by length and pads batches of 32. `LLM.embed` receives the same texts. With `--adapters`, each text uses one
-of several LoRA adapters, which sentence-transformers cannot mix in a batch, so its time is without adapters. Values are
-the best of several alternating runs. sentence-transformers must be installed separately.
+of several LoRA adapters, which sentence-transformers cannot mix in a batch, so it runs without adapters. Values are the
+best of several alternating runs. sentence-transformers must be installed separately.
 """
 
 import json

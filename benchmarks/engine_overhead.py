@@ -1,4 +1,5 @@
-"""Measure the cost of a step without the model: schedule, build inputs, sample, update sequences, send outputs.
+"""Measure the time of a step without the model: scheduling, building inputs, sampling, updating sequences and sending
+outputs.
 
 The script uses the real engine, scheduler, adapter table, worker, runner and channel with a fake model, whose hidden
 states are zeros. The vocabulary has eight tokens, and the same token is always sampled. All sequences decode, each with
@@ -87,7 +88,7 @@ class ReadyPreparer:
 
 
 class MessageReader:
-    """The API side of the channel. It reads all messages at the end."""
+    """The API process's side of the channel. It reads all messages at the end."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()

@@ -1,4 +1,4 @@
-"""Measure more adapters than fit on a GPU: 1,000 of rank 8 in host memory, GPU memory for 200, Zipf traffic.
+"""Measure more adapters than fit on a GPU: 1,000 rank-8 adapters in host memory, GPU memory for 200, and Zipf traffic.
 
 The model has the shape of Llama-3.1-8B with random weights. The adapters are created in host memory (42 GB), because
 files would take longer to write. 64 requests are in flight, with prompts of 128 tokens and completions of 32 to 128.
@@ -89,7 +89,7 @@ def make_engine(folder: Path, scale: Scale) -> tuple[Engine, StepRecorder]:
 
 @dataclass
 class Traffic:
-    """Requests, and their arrival and first token times by number."""
+    """The requests, and their arrival and first token times, keyed by request number."""
 
     prompts: list[list[int]]
     lengths: list[int]

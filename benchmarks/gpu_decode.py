@@ -1,4 +1,5 @@
-"""Measure decode steps of Llama-3.1-8B on one GPU through `LLM`: scheduler, layers, adapters, sampling, text.
+"""Measure decode steps with the Llama-3.1-8B shape on one GPU through `LLM`, including scheduling, adapters, sampling
+and text.
 
 Model and adapters are random bfloat16 files; adapters are loaded by requests, after the CUDA graphs were captured.
 Prompts have 128 tokens. A step is timed from the end of the previous step. It counts only if all sequences receive a
@@ -28,7 +29,7 @@ CHECKED_TOKENS = 32
 
 
 class DecodeCase(NamedTuple):
-    """A batch of `rows` sequences with different adapters. Goal and peer results are milliseconds per step."""
+    """A batch of `rows` sequences with different adapters. The goal and the peer results are milliseconds per step."""
 
     key: str
     rows: int
@@ -108,7 +109,7 @@ def measure(bench: Bench, case: DecodeCase, steps: int) -> Measured:
 
 
 def find_floor_ms(case: DecodeCase, shape: ModelShape, context: float) -> float:
-    """Return the time to read every byte once, in milliseconds."""
+    """Return the time in milliseconds to read all weights, adapters and KV cache entries once."""
     weights = shape.num_hidden_layers * sum(outputs * inputs for outputs, inputs in shape.linears.values())
     weights += shape.vocab_size * shape.hidden_size  # the head
     cached = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * context * case.rows

@@ -1,10 +1,10 @@
-"""Measure single kernels on one GPU: linear layers with LoRA, attention, sampling.
+"""Measure single kernels on one GPU: linear layers with LoRA, attention and sampling.
 
-`linears`: all linear layers of Llama-3.1-8B with a norm and an activation between them, as one CUDA graph. The peer
-is the same chain with cuBLAS and without adapters. `attention`:
-32 query heads, 8 key-value heads, 128 dimensions, KV blocks of 16 tokens in random order; RoPE and the cache write
-are included. Decode is compared with one read of the cache at 4.1 TB/s, prefill with torch's attention.
-`sampling`: 256 sequences, 128,256 tokens. The peer is `GeneralSampler`, the same rules in torch.
+`linears`: all linear layers of Llama-3.1-8B with a norm and an activation between them, as one CUDA graph. The peer is
+the same chain with cuBLAS and without adapters. `attention`: 32 query heads, 8 key-value heads, 128 dimensions, KV
+blocks of 16 tokens in random order; RoPE and the cache write are included. Decode is compared with the time to read the
+cache once at 4.1 TB/s, and prefill with torch's attention. `sampling`: 256 sequences, 128,256 tokens. The peer is
+`GeneralSampler`, the same rules in torch.
 """
 
 import itertools

@@ -1,9 +1,9 @@
-"""Measure decode steps of Gemma-2-9B and Phi-4 shapes on one GPU through `LLM`, against transformers in the same run.
+"""Measure decode steps with the Gemma-2-9B and Phi-4 shapes on one GPU through `LLM`, and compare with transformers.
 
-Models and adapters are random bfloat16 files. Both sides decode 16 sequences after prompts of 128 tokens. Our steps are
-timed as in `gpu_decode.py`, with scheduler, sampling and text. A step in transformers is one forward with its cache and
-an argmax, with its faster attention implementation. transformers runs without adapters in both comparisons. Tokens are
-compared with transformers and PEFT in float32.
+Models and adapters are random bfloat16 files. Both systems run in the same process and decode 16 sequences after
+prompts of 128 tokens. Our steps are timed as in `gpu_decode.py`, with scheduler, sampling and text. A step in
+transformers is a forward pass with its KV cache and an argmax, with the faster of its attention implementations.
+transformers runs without adapters in both comparisons. Tokens are compared with transformers and PEFT in float32.
 """
 
 import argparse
@@ -45,7 +45,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def list_shapes(config: Any) -> Shapes:
-    """Return a map from parameter name to shape, without a tied head."""
+    """Return a map from parameter name to shape. It does not contain a tied LM head."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):

@@ -1,9 +1,10 @@
-"""Measure decode steps of the Qwen3-30B-A3B shape on one GPU through `LLM`, with adapters on attention and on experts.
+"""Measure decode steps with the Qwen3-30B-A3B shape on one GPU through `LLM`, with adapters on attention and on
+experts.
 
-Model and adapters are random bfloat16 files. The model has fewer layers than the published one (`--layers`), so that
-files fit into memory; embedding, head and layers have its sizes. The byte floor is the time to read at 4.1 TB/s all
-weights outside the experts, the experts that a step's tokens choose (if routing is balanced), the KV cache, and the
-adapter factors that the tokens use.
+Model and adapters are random bfloat16 files. The model has fewer layers than the published model (`--layers`), so that
+the files fit into memory. The sizes of the embedding, the head and the layers are the same. The byte floor is the time
+to read at 4.1 TB/s all weights outside the experts, the experts that a step's tokens choose (if routing is balanced),
+the KV cache, and the adapter factors that the tokens use.
 """
 
 import statistics
@@ -85,7 +86,7 @@ def list_linears(config: Any) -> dict[str, Linears]:
 
 
 def find_floor_ms(case: MoeCase, config: Any, linears: dict[str, Linears], context: float) -> float:
-    """Return the milliseconds that it takes to read every byte once."""
+    """Return the time in milliseconds to read every byte once."""
     experts, top_k = config.num_experts, config.num_experts_per_tok
     share = 1 - (1 - top_k / experts) ** case.rows
     weights = config.vocab_size * config.hidden_size  # the head

@@ -1,4 +1,4 @@
-"""Measure prefill of Llama-3.1-8B on one GPU through `LLM`, and how much prompts delay decoding sequences.
+"""Measure prefill with the Llama-3.1-8B shape on one GPU through `LLM`, and how much prompts delay decoding sequences.
 
 64 prompts of 1,024 random tokens arrive together and generate one token each; no two prompts share a prefix. Then 64
 such prompts arrive while 32 sequences decode. The time between tokens of these sequences is measured until the last
@@ -26,7 +26,7 @@ FIRST_ID = 10**9  # of requests that the LLM does not know
 
 
 class PrefillCase(NamedTuple):
-    """Prompts with different adapters. Goal and peer results are tokens per second."""
+    """Prompts with different adapters. The goal and the peer results are tokens per second."""
 
     name: str
     adapters: tuple[Adapter, ...]
@@ -48,7 +48,7 @@ CASES = (
 
 
 class TokenLatencies:
-    """Times between tokens of decoding sequences, before and while prompts arrive."""
+    """The times between tokens of decoding sequences, before prompts arrive and while they arrive."""
 
     def __init__(self, bench: Bench, prompts: list[list[int]]) -> None:
         self.during_prefill: list[float] = []

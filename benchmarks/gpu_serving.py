@@ -1,9 +1,10 @@
-"""Compare the HTTP server with the engine alone: streams with the Llama-3.1-8B shape over 64 adapters on one GPU.
+"""Compare the HTTP server with `LLM`, for streams with the Llama-3.1-8B shape and 64 adapters on one GPU.
 
 `LLM` runs in a separate process first. Then `lorax serve` receives the same requests with the same settings from
 several client processes (`harness/http_client.py`). The number of requests in flight is constant. Prompts have 128
-tokens, completions 128 to 256. All adapters have been used before. The middle of each run is measured, from 30% to 75%
-of all tokens, because all prompts arrive together at the start. Weights are random, in bfloat16.
+tokens, and completions have 128 to 256 tokens. All adapters have been used before the measurement. The middle of each
+run is measured, from 30% to 75% of all tokens, because all prompts arrive together at the start. Weights are random, in
+bfloat16.
 """
 
 import random
@@ -31,7 +32,7 @@ ROUNDS = 3  # requests per request in flight
 
 @dataclass(frozen=True)
 class Setup:
-    """Model folder, device and load of a run."""
+    """The model folder, device and load of a run."""
 
     folder: Path
     streams: Sequence[int]
@@ -105,7 +106,9 @@ def make_warm_up(setup: Setup, max_concurrency: int) -> list[LoadRequest]:
 
 
 def find_measured_part(arrivals: Sequence[tuple[float, int]]) -> tuple[float, float, int]:
-    """Return start, end and token count of the measured part. `arrivals` are sorted times and token counts."""
+    """Return the start, the end and the token count of the measured part. `arrivals` are sorted times and
+    token counts.
+    """
     total, so_far, start_time = sum(count for _, count in arrivals), 0, None
     tokens_at_start = 0
     for timestamp, count in arrivals:

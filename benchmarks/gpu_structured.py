@@ -1,11 +1,11 @@
-"""Measure the cost of structured output on one GPU: decode steps of Llama-3.1-8B with 64 sequences through `LLM`,
-unconstrained, with one schema for all sequences, and with a different schema for each sequence.
+"""Measure the cost of structured output on one GPU, with the Llama-3.1-8B shape and 64 sequences through `LLM`.
+Sequences are unconstrained, share one schema, or have different schemas.
 
 The model is random, in bfloat16; its tokenizer has 128k tokens of words and bytes. The schemas require completions that
 are longer than the measurement. A step is timed from the end of the previous step. It counts only if all sequences
 receive a token in both steps. The time per token counts all steps, even those in which a sequence receives no token
 because its mask is late. Rounds are interleaved. In cases with `fast forward`, forced tokens are consumed ahead of the
-model; a server does that with up to 16 sequences.
+model; a server does this if at most 16 sequences are constrained.
 """
 
 import statistics

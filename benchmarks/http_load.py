@@ -1,4 +1,5 @@
-"""Measure the HTTP overhead: the same requests to an engine without a server, and over sockets to `lorax serve`.
+"""Measure the HTTP overhead. The same requests are sent to an engine without a server, and over sockets to `lorax
+serve`.
 
 64 requests are in flight at any time, each for one of 8 adapters, with completions of 32 to 96 tokens. With `--equal`
 all completions have 64 tokens, so that requests start and finish together. The engine without a server runs in a
@@ -8,8 +9,8 @@ are measured alternately.
 
 Then 1,000 streams are opened at the same time; most of these streams wait for a slot.
 
-`--size 135m` measures how much slower a model with 135 million parameters decodes behind the server than in `LLM`, for
-one and eight sequences, with streams and complete responses, with torch's default number of threads.
+`--size 135m` measures how much slower a model with 135 million parameters decodes in the server than in `LLM`. It
+measures one and eight sequences, with streams and complete responses, and uses torch's default number of threads.
 """
 
 import asyncio
@@ -58,7 +59,7 @@ US = "us per token"
 
 @dataclass(frozen=True)
 class LoadSize:
-    """Numbers of runs, requests and streams, and completion lengths."""
+    """The numbers of runs, requests and streams, and the completion lengths."""
 
     pairs: int = 3
     requests: int = 256
@@ -74,7 +75,7 @@ QUICK = LoadSize(pairs=1, requests=24, max_concurrency=8, answer=8, streams=48, 
 
 @dataclass(frozen=True)
 class Run:
-    """The results of one run: time, tokens and CPU time."""
+    """The time, number of tokens and CPU time of a run."""
 
     seconds: float
     tokens: int

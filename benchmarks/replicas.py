@@ -1,9 +1,9 @@
-"""Measure the replica router on Ray Serve: our router against Ray's default and random choice.
+"""Measure the replica router on Ray Serve, and compare it with Ray's default router and with random choice.
 
-Three replicas of the bundled model run on this machine, with 200 adapters of rank 64 in a folder and device memory for
-80 of them per replica. Clients request short completions for adapters drawn from a Zipf distribution. Each router
-starts with new replicas and the same requests. `tests/scale/test_placement.py` simulates the same router with 100
-replicas.
+Three replicas of the bundled model run on this machine, with 200 adapters of rank 64 in a folder and each replica has
+device memory for 80 adapters. Clients request short completions for adapters drawn from a Zipf distribution. Each
+router starts with new replicas and the same requests. `tests/scale/test_placement.py` simulates the same router with
+100 replicas.
 """
 
 import http.client
@@ -45,7 +45,7 @@ class RandomRouter(RequestRouter):
 
 @dataclass(frozen=True)
 class LoadSize:
-    """Numbers of replicas, adapters, clients and requests."""
+    """The numbers of replicas, adapters, clients and requests."""
 
     replicas: int = 3
     adapters: int = 200

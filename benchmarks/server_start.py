@@ -1,7 +1,7 @@
-"""Measure the startup of `lorax serve`: seconds to the first token, and process memory after startup.
+"""Measure the startup of `lorax serve`: the seconds to the first token, and the memory of each process after startup.
 
-The bundled model runs on the CPU. `--gpu` serves a random Llama-3.1-8B shape from files in memory instead. The first
-start has no cached kernels and configs; later starts are reported as a median.
+The bundled model runs on the CPU. With `--gpu`, the server instead runs a random model with the Llama-3.1-8B shape from
+files in memory. The first start has no cached kernels and configs; later starts are reported as a median.
 """
 
 import json

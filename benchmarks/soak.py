@@ -1,4 +1,4 @@
-"""Find leaks: memory, file descriptors and threads that a server does not release after its requests.
+"""Find leaks of memory, file descriptors and threads that a server does not release after requests.
 
 `lorax serve` runs a tiny model with six adapters; `--demo` runs the bundled model. Rounds of 400 requests arrive over
 sockets, 48 at a time: streams, complete responses and chats with random lengths, for the base model and for every
@@ -47,7 +47,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class SoakRequest:
-    """One request. The client disconnects after `dropped_after` tokens. `expected` is the completion, if known."""
+    """A request. The client disconnects after `dropped_after` tokens. `expected` is the completion if it is known."""
 
     path: str
     body: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Measure speculative decoding with the bundled demo model: tokens/s with and without draft tokens.
+"""Measure the tokens per second of the bundled demo model with and without speculative decoding.
 
 Each case uses one adapter and prompts that the adapters were not trained on. Before the measurement, `--history` other
 prompts are completed, so that the drafter knows earlier completions. The control samples at a high temperature, so that
@@ -29,7 +29,7 @@ RANDOM = (SamplingParams(do_sample=True, temperature=3.0, seed=1), StopParams(ma
 
 
 class Round(NamedTuple):
-    """One measurement of a case."""
+    """A measurement of a case."""
 
     tokens_per_s: float
     completions: list[list[int]]

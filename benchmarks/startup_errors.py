@@ -54,7 +54,7 @@ CASES: dict[str, Callable[[Path], list[str]]] = {
 
 
 def measure(name: str, folder: Path, rounds: int) -> tuple[float, str]:
-    """Return the median seconds to the exit of `lorax serve`, and its message."""
+    """Return the median time until `lorax serve` exits, in seconds, and its error message."""
     (folder / "adapters").mkdir(parents=True)
     flags = [*CASES[name](folder), "--no-hub", "--port", "0", "--adapters-dir", str(folder / "adapters")]
     seconds, message = [], ""

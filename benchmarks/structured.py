@@ -1,10 +1,10 @@
-"""Measure what structured output costs on a CPU: a small random Llama with a real vocabulary of 129k tokens.
+"""Measure the cost of structured output on a CPU, for a small random Llama with a real vocabulary of 129k tokens.
 
-Parts: `speed` compares 32 unconstrained sequences with 32 that share a schema and 32 with different schemas; `forced`
-measures forced tokens; `first` measures the time to the first token with a new and a known schema; `hostile` measures
-the slowest step of other sequences while a hostile grammar is rejected or used. Cases alternate and the best round is
-reported, because other work on the machine only makes rounds slower. On ARM set MIMALLOC_PURGE_DELAY=1000, as the
-server does.
+The part `speed` compares 32 unconstrained sequences with 32 sequences that share a schema and 32 sequences with
+different schemas; `forced` measures forced tokens; `first` measures the time to the first token with a new and a known
+schema; `hostile` measures the slowest step of other sequences while a hostile grammar is rejected or used. Cases
+alternate and the best round is reported, because other work on the machine only makes rounds slower. On ARM, set
+MIMALLOC_PURGE_DELAY=1000, like the server.
 """
 
 import itertools
@@ -177,7 +177,7 @@ def compare_speeds(bench: Bench) -> list[Record]:
 
 
 def compare_forced(bench: Bench) -> list[Record]:
-    """Measure records with long keys and short values, with and without consuming forced tokens ahead."""
+    """Measure records with long keys and short values, with and without fast-forward."""
     structured_output, records = bench.engine._structured_output, []
     assert structured_output is not None
     structure = from_json_schema(LONG_KEYS)
@@ -269,7 +269,7 @@ def has_finished(outputs: Sequence[Output], number: int | None) -> bool:
 
 
 def make_hostile() -> dict[str, Structure]:
-    """Return the hostile structures that reach the sandbox (not rejected earlier)."""
+    """Return the hostile structures that are not rejected before they reach the sandbox."""
     sys.path.insert(0, str(Path(__file__).parent.parent))
     from tests.structured_output.hostile import GRAMMARS, REGEXES, SCHEMAS
 

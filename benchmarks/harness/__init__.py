@@ -1,1 +1,1 @@
-"""Shared benchmark code: models and adapters, load generation, GPU timing, reports."""
+"""Code that the benchmarks share: models and adapters, load generation, GPU timing and reports."""

@@ -33,7 +33,7 @@ ADAPTER_HOST_BYTES = 34 * 2**30
 
 
 class Adapter(NamedTuple):
-    """Description of a random adapter."""
+    """The description of a random adapter."""
 
     name: str
     rank: int = 16
@@ -56,14 +56,16 @@ def plain_adapters(count: int) -> tuple[Adapter, ...]:
 
 
 class Mark(NamedTuple):
-    """Step end time and the number of sequences that received a token."""
+    """The end time of a step, and the number of sequences that received a token."""
 
     at: float
     num_tokens: int
 
 
 class StepClock:
-    """Records the end of every engine step. Work of `LLM` between two steps counts towards the second step."""
+    """Records the end of every engine step. The time that `LLM` spends between two steps counts toward the
+    second step.
+    """
 
     def __init__(self, llm: LLM) -> None:
         self.marks: list[Mark] = []
@@ -99,7 +101,7 @@ class Bench(NamedTuple):
     def generate(
         self, prompts: Sequence[list[int]], max_new_tokens: int, adapters: Sequence[str | None], **sampling: Any
     ) -> list[list[int]]:
-        """Generate exactly `max_new_tokens` for each prompt."""
+        """Generate exactly `max_new_tokens` tokens for each prompt."""
         stop = StopParams(max_new_tokens=max_new_tokens, ignore_eos=True)
         completions = self.llm.generate(prompts, SamplingParams(**sampling), stop, adapter=adapters, progress=False)
         return [completion.token_ids for completion in completions]

@@ -1,7 +1,7 @@
-"""Model and adapter folders with random bfloat16 weights: real files of any size, written in seconds.
+"""Writes model and adapter folders with random bfloat16 weights. Files of any size are written in seconds.
 
-All tensors are slices of one pool of random numbers, drawn on a GPU if available. Each tensor starts at a different
-offset.
+All tensors are slices of one pool of random numbers, which are drawn on a GPU if one is available. Each tensor starts
+at a different offset.
 """
 
 import json
@@ -31,7 +31,7 @@ Linears = Mapping[str, tuple[int, int]]  # outputs and inputs by full name
 
 
 class ModelShape(NamedTuple):
-    """Llama dimensions, named as in `config.json`."""
+    """The dimensions of a Llama model, with the names in `config.json`."""
 
     vocab_size: int
     hidden_size: int
@@ -44,7 +44,7 @@ class ModelShape(NamedTuple):
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """Outputs and inputs of the linear layers of one transformer layer, by PEFT module name."""
+        """The numbers of outputs and inputs of the linear layers in a transformer layer, keyed by PEFT module name."""
         hidden, inner = self.hidden_size, self.intermediate_size
         queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         attention = [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)]
@@ -76,7 +76,7 @@ class Pool:
 
 
 class Stored(NamedTuple):
-    """Shape and bytes of one bfloat16 tensor."""
+    """The shape and the bytes of a bfloat16 tensor."""
 
     shape: tuple[int, ...]
     content: memoryview
@@ -102,7 +102,7 @@ def scratch_folder(folder: Path | None = None) -> Iterator[Path]:
 
 
 def make_model(folder: Path, shape: ModelShape) -> None:
-    """Write a Llama: config, weight shards, tokenizer with a chat template."""
+    """Write a Llama model with its config, weight shards, and a tokenizer with a chat template."""
     pool, choice = Pool(shape.vocab_size * shape.hidden_size), random.Random(0)
     table, ones = (shape.vocab_size, shape.hidden_size), Stored.from_tensor(torch.ones(shape.hidden_size))
     tensors = {"model.embed_tokens.weight": pool.take(choice, table)}

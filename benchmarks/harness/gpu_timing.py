@@ -22,7 +22,7 @@ def capture(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 def measure(*graphs: torch.cuda.CUDAGraph, count: int = 25) -> list[float]:
-    """Return the median milliseconds of each graph.
+    """Return the median time of each graph in milliseconds.
 
     The graphs alternate, because long matrix products lower the GPU clock.
     """
@@ -31,7 +31,7 @@ def measure(*graphs: torch.cuda.CUDAGraph, count: int = 25) -> list[float]:
 
 
 def measure_calls(calls: Sequence[Callable[[], object]], count: int, warm_up: int = 3) -> list[float]:
-    """Return the median milliseconds of each call. The calls alternate."""
+    """Return the median time of each call in milliseconds. The calls alternate."""
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(count + warm_up):
         for call, measured in zip(calls, times, strict=True):

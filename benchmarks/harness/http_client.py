@@ -1,4 +1,4 @@
-"""Load generator: send many requests to `/generate_stream` or `/generate`, in a separate process.
+"""A load generator, which sends many requests to `/generate_stream` or `/generate` from a separate process.
 
 To leave CPU time for the server, it does not parse JSON. It searches the stream for byte sequences that mark a token
 event or the last chunk and cannot occur inside a JSON string. For responses without streaming, it reads the token count
@@ -40,7 +40,7 @@ class Sample:
 
 
 class Connection(asyncio.Protocol):
-    """A connection that sends streaming requests, one after the other."""
+    """A connection that sends streaming requests one after the other."""
 
     def __init__(self) -> None:
         self.is_open = False
@@ -91,7 +91,7 @@ class Connection(asyncio.Protocol):
 
 
 class NonStreamingConnection(Connection):
-    """A connection that sends requests without streaming, one after the other."""
+    """A connection that sends requests without streaming one after the other."""
 
     def data_received(self, data: bytes) -> None:
         self._tail += data

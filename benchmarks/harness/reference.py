@@ -2,7 +2,7 @@
 
 The reference scores prompt and completion in float32. A token's gap is the difference between the best score and its
 score. Rounding to bfloat16 changes scores, so the tolerance is twice the largest gap of the tokens that transformers
-chooses in bfloat16. A comparison without the adapter shows that the check can fail.
+chooses in bfloat16. A comparison with a reference without the adapter shows that the check can fail.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Benchmark results: a table on the terminal and, with `--json FILE`, a JSON file."""
+"""Benchmark results. They are printed as a table and, with `--json FILE`, also written to a JSON file."""
 
 import argparse
 import json

@@ -26,7 +26,7 @@ Flags = Mapping[str, object]
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """One request. `answer` is the number of generated tokens."""
+    """A request. `answer` is the number of tokens to generate."""
 
     prompt: str
     adapter: str | None
@@ -41,7 +41,7 @@ class LoadRequest:
 
 @dataclass(frozen=True)
 class Usage:
-    """Memory, file descriptors and threads of one process."""
+    """The memory, file descriptors and threads of a process."""
 
     rss: int
     files: int
@@ -69,7 +69,9 @@ class Server:
         return float(times.user + times.system)
 
     def usage(self) -> dict[str, Usage]:
-        """Return usage, keyed by process kind. If several processes have the same kind, return the largest."""
+        """Return the resource usage, keyed by the kind of process. If several processes have the same kind, return the
+        largest.
+        """
         usage: dict[str, Usage] = {}
         for process in (self.process, *self.process.children(recursive=True)):
             with suppress(psutil.NoSuchProcess), process.oneshot():  # sandbox workers start and stop
