@@ -131,7 +131,7 @@ class LoraxEngine:
 
 
 class PeerRun:
-    """A run of transformers or PEFT after the prefill of a case."""
+    """A transformers or PEFT run after a case's prefill."""
 
     def __init__(self, model: Any, names: Sequence[str], case: Case, prompts: Sequence[list[int]]) -> None:
         self._model, self._cache = model, DynamicCache(config=model.config)

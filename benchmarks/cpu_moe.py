@@ -1,4 +1,4 @@
-"""Measure prefill and decode of a small Qwen3-MoE in float32 on a CPU, and compare with transformers.
+"""Measure prefill and decode for a small Qwen3-MoE in float32 on a CPU, and compare with transformers.
 
 The model has random weights and 64 experts, 8 of which process each token. Both systems run in the same process.
 transformers runs with the fastest of its expert implementations. Each value is the best of several alternating runs.

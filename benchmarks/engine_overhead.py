@@ -1,4 +1,4 @@
-"""Measure the time of a step without the model: scheduling, building inputs, sampling, updating sequences and sending
+"""Measure the step time without the model: scheduling, building inputs, sampling, updating sequences and sending
 outputs.
 
 The script uses the real engine, scheduler, adapter table, worker, runner and channel with a fake model, whose hidden

@@ -32,7 +32,7 @@ ROUNDS = 3  # requests per request in flight
 
 @dataclass(frozen=True)
 class Setup:
-    """The model folder, device and load of a run."""
+    """A run's model folder, device and load."""
 
     folder: Path
     streams: Sequence[int]

@@ -75,7 +75,7 @@ QUICK = LoadSize(pairs=1, requests=24, max_concurrency=8, answer=8, streams=48, 
 
 @dataclass(frozen=True)
 class Run:
-    """The time, number of tokens and CPU time of a run."""
+    """A run's time, number of tokens and CPU time."""
 
     seconds: float
     tokens: int

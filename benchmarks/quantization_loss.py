@@ -1,4 +1,4 @@
-"""Measure the perplexity of a model whose weights `--quantize` has quantized, and compare with the unquantized weights.
+"""Measure perplexity with weights that `--quantize` has quantized, and compare with the unquantized weights.
 
 The text is this repository's documentation, in chunks of 512 tokens. A GGUF model is dequantized first. The peer is the
 model with unquantized weights in float32.

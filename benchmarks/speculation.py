@@ -29,7 +29,7 @@ RANDOM = (SamplingParams(do_sample=True, temperature=3.0, seed=1), StopParams(ma
 
 
 class Round(NamedTuple):
-    """A measurement of a case."""
+    """One measured round for a case."""
 
     tokens_per_s: float
     completions: list[list[int]]

@@ -132,7 +132,7 @@ def preload_adapters(engine: Engine, config: EngineConfig) -> None:
 
 
 def warm_up(engine: Engine) -> float:
-    """Run short requests, and return the decode speed of a single sequence in tokens per second.
+    """Run short requests, and return the single-sequence decode speed in tokens per second.
 
     The first of these requests performs one-time initialization, which would otherwise delay the first client request.
     Return 0 if the model does not generate text.

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Setting(NamedTuple):
-    """The help text and the bounds of a config field. Each field with a `Setting` has a command-line flag."""
+    """A config field's help text and bounds. Each field with a `Setting` has a command-line flag."""
 
     help: str
     none: str = ""  # help text for the value None or an empty value

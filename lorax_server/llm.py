@@ -365,7 +365,7 @@ class LLM:
             raise
 
     def unload_adapter(self, adapter_id: str) -> None:
-        """Unload all versions of an adapter as soon as no request uses them."""
+        """Unload all adapter versions with this ID as soon as no request uses them."""
         identities = self._loaded.pop(adapter_id, set())
         try:
             identities.add(self._wait_for(self._resolve(adapter_id)).identity)

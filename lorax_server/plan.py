@@ -95,8 +95,8 @@ class NewSequence(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The description of a step. Each column has one entry per sequence, and the entries are sorted by adapter. A plan
-    may have no sequences.
+    """Describes a step. Each column has one entry per sequence, and the entries are sorted by adapter. A plan may have
+    no sequences.
 
     A plan contains token positions instead of token IDs, because the workers store the tokens, and the engine may not
     have received the latest sampled tokens yet. The only exception is draft tokens. A sequence with draft tokens

@@ -203,7 +203,7 @@ class Pooled(NamedTuple):
 
 
 class Output(NamedTuple):
-    """The result of a step for one request: new tokens, or a failure."""
+    """A step's result for one request: new tokens, or a failure."""
 
     request_id: int
     tokens: tuple[SampledToken, ...] = ()  # empty for a failure; several tokens if tokens are forced

@@ -33,7 +33,7 @@ ADAPTER_HOST_BYTES = 34 * 2**30
 
 
 class Adapter(NamedTuple):
-    """The description of a random adapter."""
+    """Describes a random adapter."""
 
     name: str
     rank: int = 16
@@ -56,7 +56,7 @@ def plain_adapters(count: int) -> tuple[Adapter, ...]:
 
 
 class Mark(NamedTuple):
-    """The end time of a step, and the number of sequences that received a token."""
+    """A step's end time, and the number of sequences that received a token."""
 
     at: float
     num_tokens: int

@@ -31,7 +31,7 @@ Linears = Mapping[str, tuple[int, int]]  # outputs and inputs by full name
 
 
 class ModelShape(NamedTuple):
-    """The dimensions of a Llama model, with the names in `config.json`."""
+    """A Llama model's dimensions, with the names in `config.json`."""
 
     vocab_size: int
     hidden_size: int
@@ -76,7 +76,7 @@ class Pool:
 
 
 class Stored(NamedTuple):
-    """The shape and the bytes of a bfloat16 tensor."""
+    """A bfloat16 tensor's shape and bytes."""
 
     shape: tuple[int, ...]
     content: memoryview

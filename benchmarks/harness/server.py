@@ -41,7 +41,7 @@ class LoadRequest:
 
 @dataclass(frozen=True)
 class Usage:
-    """The memory, file descriptors and threads of a process."""
+    """A process's memory, file descriptors and threads."""
 
     rss: int
     files: int

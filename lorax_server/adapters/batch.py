@@ -69,7 +69,7 @@ class AdapterArena:
         )
 
     def classifier(self, adapter: int, name: str) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Return the weight and the bias with which an adapter replaces a layer of a classification head, or None."""
+        """Return the weight and the bias with which an adapter replaces a classification layer, or None."""
         target, index = self.targets[name], self.lora_targets[name].index
         fields: list[int] = self.host_table[adapter, index].tolist()
         count, size = fields[Field.NUM_NEW_ROWS], target.inputs.size

@@ -43,8 +43,8 @@ class AdapterSpec:
 
     @property
     def invocation_tokens(self) -> tuple[int, ...]:
-        """The invocation tokens of an aLoRA adapter. Merges have no invocation tokens, because aLoRA adapters cannot be
-        merged.
+        """The invocation tokens if this is an aLoRA adapter. Merges have no invocation tokens, because aLoRA adapters
+        cannot be merged.
         """
         return self.checkpoints[0].config.invocation_tokens if len(self.checkpoints) == 1 else ()
 

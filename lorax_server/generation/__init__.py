@@ -1,1 +1,1 @@
-"""Converts the tokens of a completion to text and applies stop rules."""
+"""Converts a completion's tokens to text and applies stop rules."""

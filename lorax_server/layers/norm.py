@@ -91,7 +91,7 @@ class ResidualLayerNorm(LayerNorm):
 
 
 class HeadNorm(nn.Module):
-    """Layer norm over each attention head. Each head has its own weight, and there is no bias."""
+    """Layer norm over each attention head. Heads have separate weights, and there is no bias."""
 
     def __init__(self, weight: torch.Tensor, eps: float, weights: Weights) -> None:
         """Create the norm. `weight` is this rank's shard, `[heads, head_dim]`."""

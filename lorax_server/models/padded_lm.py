@@ -29,7 +29,7 @@ ATTENTION_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
 
 
 class PaddedStepOutput(NamedTuple):
-    """The results of a step before `advance` writes them to the batch."""
+    """A step's results before `advance` writes them to the batch."""
 
     sampled: Sampled
     logits: torch.Tensor  # [rows, columns, vocabulary]; only the last column unless prompt logprobs are requested

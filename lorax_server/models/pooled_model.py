@@ -190,7 +190,7 @@ class ScoreHead(nn.Module):
 
 
 class EmbeddingHead(nn.Module):
-    """Pooling, linear layers and normalization, like the modules of a sentence-transformers model."""
+    """Pooling, linear layers and normalization, like the modules in sentence-transformers."""
 
     def __init__(self, pooling: PoolingConfig, size: int, weights: Weights) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ class EmbeddingHead(nn.Module):
 
 
 def pool(states: torch.Tensor, mode: str) -> torch.Tensor:
-    """Reduce the hidden states of a sequence, `[tokens, size]`, to one vector. Sums are computed in float32."""
+    """Reduce a sequence's hidden states, `[tokens, size]`, to one vector. Sums are computed in float32."""
     return _pool(states.float(), mode).to(states.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Contains generations that run in the engine process, and helpers that run all generations of a response together."""
+"""Contains generations that run in the engine process, and helpers that run all generations in a response together."""
 
 import asyncio
 import time

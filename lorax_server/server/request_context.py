@@ -1,4 +1,4 @@
-"""The state and the lifecycle of a generation request, which all generation routes use.
+"""Generation requests: their state and lifecycle, which all generation routes share.
 
 A route passes a handler to `RequestContext.run`, which adds timeouts, error responses, logs and metrics. The handler
 calls `record_model`, `admit`, `resolve` and `prepare`. Authentication happens earlier, in the middleware.

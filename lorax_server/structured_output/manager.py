@@ -49,7 +49,7 @@ _Key = tuple[str, str]  # vocabulary digest, grammar
 
 
 class GrammarResult(NamedTuple):
-    """Reports that the first mask of a request is ready, or that the request has failed."""
+    """Reports that a request's first mask is ready, or that the request has failed."""
 
     request_id: int
     error: LoraxError | None = None

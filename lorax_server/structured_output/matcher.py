@@ -29,7 +29,7 @@ class GrammarError(Exception):
 
 
 class SlowGrammarError(GrammarError):
-    """Raised if the token masks of a grammar take too long to compute."""
+    """Raised if a grammar's token masks take too long to compute."""
 
 
 def make_limits() -> "LLParserLimits":
@@ -91,7 +91,7 @@ class CompiledGrammar:
 
 
 class GrammarState:
-    """The grammar state of a completion. It consumes tokens and stores the mask of the next token."""
+    """A completion's grammar state. It consumes tokens and stores the mask of the next token."""
 
     def __init__(self, compiled: CompiledGrammar, stop: StopParams, fast_forward_below: int = 0) -> None:
         """Create the state. Forced tokens with IDs below `fast_forward_below` may be consumed ahead of the model."""

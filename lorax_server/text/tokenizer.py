@@ -77,7 +77,7 @@ class EncodedText(NamedTuple):
 
 
 class TextTokenizer:
-    """The tokenizer of a model or an adapter. All methods are thread-safe."""
+    """A model or adapter tokenizer. All methods are thread-safe."""
 
     def __init__(
         self, backend: Tokenizer, special_tokens: Mapping[str, str], chat_templates: Mapping[str, str]

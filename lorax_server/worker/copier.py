@@ -43,7 +43,7 @@ class CopyStream:
 
 
 class CopyHandle:
-    """The state of a copy that `Copier.start` has started."""
+    """The state of one copy, which `Copier.start` returns."""
 
     def __init__(self) -> None:
         self.is_done = False

@@ -77,7 +77,7 @@ class _Request(NamedTuple):
 
 
 class _SequenceResult(NamedTuple):
-    """The result of a step for one sequence."""
+    """A step's result for one sequence."""
 
     token_id: int
     logprob: float

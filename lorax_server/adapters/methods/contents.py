@@ -24,8 +24,8 @@ LORA_ROLES = {TensorRole.LORA_BIAS, TensorRole.MAGNITUDE, TensorRole.DIAGONAL, T
 
 
 class AdapterContents:
-    """The tensors of an adapter, grouped by module. The constructor raises AdapterError if they do not match the config
-    or the base model.
+    """An adapter's tensors, grouped by module. The constructor raises AdapterError if they do not match the config or
+    the base model.
     """
 
     def __init__(

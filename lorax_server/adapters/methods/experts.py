@@ -27,7 +27,7 @@ ReadTensor = Callable[[TensorRole, str], torch.Tensor]
 
 
 class FactorLocation(NamedTuple):
-    """The location of a target's factors in the file."""
+    """Locates a target's factors in the file."""
 
     keys: Mapping[str, list[str]]  # "A" and "B" -> one tensor per expert, or one tensor for all experts
     rank: int
@@ -57,7 +57,7 @@ class ExpertFactors:
             self._assign_fused_tensors(name, members, fused)
 
     def load(self, target_name: str, read: ReadTensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the factors A `[experts, rank, in]` and B `[experts, out, rank]` of a target."""
+        """Return a target's factors A `[experts, rank, in]` and B `[experts, out, rank]`."""
         target, factors = self._targets[target_name], self.by_target[target_name]
         experts = target.experts
         assert experts is not None
@@ -114,7 +114,7 @@ class ExpertFactors:
         members: list[tuple[AdapterTarget, ExpertTarget]],
         tensors: dict[tuple[str, int], dict[str, str]],
     ) -> None:
-        """Assign the tensors of an adapter that has one module per expert and matrix."""
+        """Assign an adapter's tensors if it has one module per expert and matrix."""
         for target, experts in members:
             if not any(matrix == experts.matrix for matrix, _ in tensors):
                 continue
@@ -143,7 +143,7 @@ class ExpertFactors:
     def _assign_fused_tensors(
         self, name: str, members: list[tuple[AdapterTarget, ExpertTarget]], tensors: dict[int, dict[str, str]]
     ) -> None:
-        """Assign the tensors of an adapter with `target_parameters`."""
+        """Assign an adapter's tensors if it has `target_parameters`."""
         targeted = [one for one in EXPERT_PARAMETERS if self._config.is_target_parameter(f"{name}.{one}")]
         if set(tensors) != set(range(len(targeted))) or any(len(group) != 2 for group in tensors.values()):
             raise self._error(

@@ -23,7 +23,7 @@ class Method(Enum):
 
 @dataclass(frozen=True)
 class MethodFields:
-    """The adapter config fields of a PEFT method, grouped by how the server handles them."""
+    """A PEFT method's adapter config fields, grouped by how the server handles them."""
 
     supported: set[str]
     training_only: set[str]  # no effect on inference

@@ -42,7 +42,7 @@ def mark_path(folder: Path) -> Path:
 
 
 def mark_downloaded(folder: Path) -> None:
-    """Create the mark file of a downloaded version, so that the version counts toward the disk budget."""
+    """Create a downloaded version's mark file, so that the version counts toward the disk budget."""
     mark = mark_path(folder)
     mark.parent.mkdir(parents=True, exist_ok=True)
     mark.touch()

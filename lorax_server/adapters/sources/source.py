@@ -42,7 +42,7 @@ RefKey = tuple[str, str, str | None]  # source, name, token hash
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """The metadata of the files in the current version of an adapter."""
+    """The metadata of the files in an adapter's current version."""
 
     source: str
     name: str  # without a revision

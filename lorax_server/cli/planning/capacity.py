@@ -99,7 +99,7 @@ class Planner:
         self._memory = self._plan_memory()
 
     def plan(self, target_ms: float | None = None, max_utilization: float = 0.8) -> dict[str, Any]:
-        """Return the memory layout, the performance of a replica and the number of replicas.
+        """Return the memory layout, the replica performance and the number of replicas.
 
         `target_ms` is the maximum time between tokens, and `max_utilization` the maximum replica utilization.
         """

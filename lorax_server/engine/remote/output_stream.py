@@ -1,4 +1,4 @@
-"""The output stream of a request, from the engine client to the reader."""
+"""A request's output stream, from the engine client to the reader."""
 
 import asyncio
 from collections.abc import Callable, Sequence

@@ -90,7 +90,7 @@ class Histories:
         self._tenants: OrderedDict[str, OrderedDict[Scope, AdapterHistory]] = OrderedDict()
 
     def find(self, tenant: str, scope: Scope) -> AdapterHistory:
-        """Return the stored history, or a new history if there is none."""
+        """Return the stored history, or a new history."""
         histories = self._tenants.get(tenant, OrderedDict())
         return histories.get(scope) or AdapterHistory(CompletionIndex(self._max_entries), Accuracy())
 

@@ -71,8 +71,8 @@ class StepCosts:
             self._extra.add(num_drafted, seconds - self.estimate_plain(num_sequences))
 
     def estimate_plain(self, num_sequences: int) -> float:
-        """Estimate the time of a step without drafts, in seconds. Before the first step, the unit is the time of one
-        token.
+        """Estimate the step time without drafts, in seconds. Before the first step, the unit is the time of
+        one token.
         """
         if not self._plain.weight:
             return PRIOR_RATIO + num_sequences
@@ -81,7 +81,9 @@ class StepCosts:
         return seconds + slope * (num_sequences - count)
 
     def estimate_drafts(self, num_sequences: int) -> tuple[float, float]:
-        """Estimate the additional seconds of a step with drafts. Return the fixed time and the time per draft token."""
+        """Estimate how many additional seconds a step with drafts takes. Return the fixed time and the time per draft
+        token.
+        """
         plain_s = self.estimate_plain(num_sequences)
         prior = plain_s / (PRIOR_RATIO + num_sequences)
         if not self._extra.weight:

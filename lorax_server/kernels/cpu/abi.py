@@ -110,7 +110,7 @@ def struct_fields(struct: str) -> list[tuple[str, Any]]:
 
 
 class AbiError(Exception):
-    """Raised if the declaration of a struct, enum or function differs between Python and the native library."""
+    """Raised if a struct, enum or function declaration differs between Python and the native library."""
 
 
 def check_abi(read: Callable[[str], str]) -> None:

@@ -19,9 +19,7 @@ class CpuOps(CpuAttention, CpuLinears, CpuNorms, CpuSampling):
     """All ops for CPUs. Kernels use `torch.get_num_threads()` threads."""
 
     def __init__(self, library: Library | None = None) -> None:
-        """Create the ops. If `library` is None, load the library for this CPU, or raise `LibraryUnavailableError` if
-        there is none.
-        """
+        """Create the ops. If `library` is None, load the library for this CPU, or raise `LibraryUnavailableError`."""
         self._library = library or Library()
 
     records_graphs = True

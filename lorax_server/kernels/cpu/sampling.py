@@ -42,7 +42,7 @@ class CpuSampling:
         token_masks: torch.Tensor | None = None,
         mask_indices: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Implement `Ops.gather_logprobs`. The log probability of a token ID outside the vocabulary is NaN."""
+        """Implement `Ops.gather_logprobs`. Token IDs outside the vocabulary get NaN."""
         logits, token_ids = _with_unit_stride(logits), token_ids.contiguous()
         rows, count = token_ids.shape
         if token_ids.dtype != torch.int64 or rows != len(logits):

@@ -158,7 +158,7 @@ class PromptLoraVariant:
 
 
 def write_kernel(bounds: str, args: type[ctypes.Structure], call: str) -> str:
-    """Return the CUDA source of a kernel that executes `call`. The kernel's name is the name of the called function
+    """Return the CUDA source for a kernel that executes `call`. The kernel's name is the name of the called function
     plus `_kernel`.
     """
     name = re.split(r"\W", call, maxsplit=1)[0] + "_kernel"

@@ -2,8 +2,8 @@
 key.
 
 Requests that exceed a limit are rejected with a retry time. Each rate limit is a token bucket whose capacity is the
-limit per minute. Tokens are charged when a request finishes, so the level of a bucket can be negative (debt). The limit
-for new adapters does not apply to known adapters.
+limit per minute. Tokens are charged when a request finishes, so a bucket's level can be negative (debt). The limit for
+new adapters does not apply to known adapters.
 """
 
 import math
@@ -50,7 +50,7 @@ class TokenBucket:
 
 
 class _KeyUsage:
-    """The running completions and the token buckets of a key."""
+    """A key's running completions and token buckets."""
 
     def __init__(self, key: Key, clock: Clock) -> None:
         self.num_running = 0

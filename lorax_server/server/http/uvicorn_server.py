@@ -65,7 +65,7 @@ class _ChunkedCycle(RequestResponseCycle):
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """The HTTP/1.1 protocol with limits and JSON errors. Each connection has its own instance."""
+    """The HTTP/1.1 protocol with limits and JSON errors. There is one instance per connection."""
 
     def __init__(
         self,

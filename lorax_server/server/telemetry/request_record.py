@@ -1,4 +1,4 @@
-"""The record of a generation request. When the request finishes, the server logs, counts and traces the record."""
+"""The record for a generation request. When the request finishes, the server logs, counts and traces the record."""
 
 from dataclasses import dataclass, field
 

@@ -70,7 +70,7 @@ class CallGrammar(NamedTuple):
 
 
 class CallRules(NamedTuple):
-    """The inputs for the grammar rules of a tool call format."""
+    """The inputs for a tool call format's grammar rules."""
 
     calls: Sequence[CallGrammar]
     is_parallel: bool  # allow several calls
