@@ -153,7 +153,7 @@ def _split_gguf_name(model_id: str) -> tuple[str, str | None]:
 def select_gguf_files(model_id: str, quantization_type: str, names: Collection[str]) -> list[str]:
     """Return the files of one GGUF model: one file, or all parts of a split file.
 
-    `quantization_type` is a file name or a quantization type.
+    `quantization_type` can also be a file name.
     """
     files = sorted(name for name in names if name.endswith(GGUF_SUFFIX) and not PROJECTOR_NAME_PATTERN.search(name))
     if not quantization_type.endswith(GGUF_SUFFIX):

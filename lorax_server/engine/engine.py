@@ -179,9 +179,9 @@ class Engine:
         self.wake.set()
 
     def move(self, request_ids: Sequence[int], identity: str) -> None:
-        """Continue running and waiting requests with another loaded adapter from the next step on.
+        """Continue running and waiting requests with another loaded adapter, starting with the next step.
 
-        Keys and values that were computed before stay as they are.
+        Keys and values that were already computed stay unchanged.
         """
         self._scheduler.move(request_ids, identity)
 

@@ -127,9 +127,11 @@ class Scheduler:
             self._finish(sequence)
 
     def move(self, request_ids: Iterable[int], identity: str) -> None:
-        """Continue requests with another loaded adapter from the next step on. Ignore requests that have finished.
+        """Continue requests with another loaded adapter, starting with the next step. Ignore requests that have
+        finished.
 
-        Raise without changes if the adapter is not loaded, or has another vocabulary than a request that has started.
+        If the adapter is not loaded, or if its vocabulary differs from the vocabulary that a started request uses,
+        raise an error and change nothing.
         """
         index = self._adapters.index_of(identity, has_started=True)
         if index is None:

@@ -79,7 +79,7 @@ class Sequence:
         return output
 
     def switch_adapter(self, identity: str, start: int, kv_start: int) -> None:
-        """Compute the next tokens with another adapter, and keep the keys and values so far.
+        """Compute the next tokens with another adapter, and keep the existing keys and values.
 
         `start` and `kv_start` are the new `adapter_start` and `kv_adapter_start`.
         """

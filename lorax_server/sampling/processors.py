@@ -89,7 +89,9 @@ def keep_typical_p(scores: torch.Tensor, typical_p: torch.Tensor) -> torch.Tenso
 
 
 def draw_tokens(scores: torch.Tensor, uniform_samples: torch.Tensor) -> torch.Tensor:
-    """Return the first token per row whose cumulative probability exceeds `uniform_samples` (float64)."""
+    """Sample one token per row. Return the first token whose cumulative probability exceeds `uniform_samples`
+    (float64).
+    """
     summed = scores.softmax(-1).cumsum(-1, dtype=torch.float64)
     thresholds = (uniform_samples * summed[:, -1])[:, None]
     return torch.searchsorted(summed, thresholds, right=True).squeeze(-1).clamp(max=scores.shape[-1] - 1)

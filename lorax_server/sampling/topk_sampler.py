@@ -109,7 +109,9 @@ class TopKSampler:
         return keep_mask & (candidates.weights >= self._min_p[:, None])
 
     def _keep_best(self, candidates: _Candidates, keep_mask: Bools, counts: Ints) -> Bools:
-        """Return `keep_mask`, reduced to the `counts` best tokens of each row. Ties favor higher token IDs."""
+        """Return `keep_mask`, reduced to the `counts` best tokens of each row. If tokens are equally likely, higher
+        token IDs are kept.
+        """
         last = candidates.scores[np.arange(len(counts)), counts - 1][:, None]
         keep_mask = keep_mask & (candidates.scores >= last)
         for row in np.flatnonzero(keep_mask.sum(-1) > counts):

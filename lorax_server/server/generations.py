@@ -108,7 +108,9 @@ class InputWindow:
     """
 
     def __init__(self, max_waiting: int | None) -> None:
-        """Create the window. `max_waiting` is the size of the engine's queue, of which half may be used."""
+        """Create the window. `max_waiting` is the size of the engine's queue; the window is at most half of
+        this size.
+        """
         self.num_in_flight = 0
         self._max_inputs = min(MAX_INPUTS_IN_FLIGHT, max(1, (max_waiting or 2 * MAX_INPUTS_IN_FLIGHT) // 2))
         self._num_requests = 0

@@ -349,7 +349,7 @@ class AdapterContents:
             )
 
     def _check_invocation(self) -> None:
-        """Reject aLoRA on modules other than linear layers, as PEFT does."""
+        """Raise AdapterError if an aLoRA adapter targets modules other than linear layers, as PEFT does."""
         if not self.config.invocation_tokens:
             return
         if self.experts.by_target:

@@ -27,7 +27,7 @@ ReadTensor = Callable[[TensorRole, str], torch.Tensor]
 
 
 class FactorLocation(NamedTuple):
-    """Locates a target's factors in the file."""
+    """The location of a target's factors in the file."""
 
     keys: Mapping[str, list[str]]  # "A" and "B" -> one tensor per expert, or one tensor for all experts
     rank: int

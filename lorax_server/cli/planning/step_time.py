@@ -82,7 +82,7 @@ def find_gpu(name: str) -> Gpu:
 def decode_step_ms(
     gpu: Gpu, batch_size: float, bytes_read: Mapping[str, float], layers: int, is_float8: bool = False
 ) -> dict[str, float]:
-    """Return the decode step time in milliseconds, keyed by cause.
+    """Return the components of the decode step time in milliseconds.
 
     `bytes_read` contains the bytes that the step reads for `weights`, `adapters` and `cache`.
     """

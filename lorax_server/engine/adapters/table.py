@@ -215,9 +215,8 @@ class AdapterTable:
         return self._capabilities.vocab_size if identity == BASE_MODEL else self._registry[identity].vocab_size
 
     def find_starts(self, identity: str, prompt_ids: Sequence[int]) -> tuple[int, int]:
-        """Return the first token that a loaded adapter applies to, and the first whose keys and values it changes.
-
-        An index is `NEVER` if there is no such token.
+        """Return the first prompt token that a loaded adapter applies to, and the first token whose keys and values it
+        changes. Both are indices, or `NEVER` if there is no such token.
         """
         if identity == BASE_MODEL:
             return NEVER, NEVER
@@ -376,7 +375,9 @@ class AdapterTable:
 
 
 def find_invocation(tokens: Sequence[int], prompt_ids: Sequence[int]) -> int:
-    """Return the start of the last occurrence of aLoRA's invocation tokens in the prompt, or `NEVER` as in PEFT."""
+    """Return the start of the last occurrence of aLoRA's invocation tokens in the prompt. Return `NEVER` if the prompt
+    does not contain them, because PEFT then uses the base model.
+    """
     prompt = np.array(prompt_ids, np.int64)
     starts = np.arange(max(0, len(prompt) - len(tokens) + 1))
     for offset, token in enumerate(tokens):

@@ -1,4 +1,4 @@
-"""Gated activation `activation(apply_gate) * up`, fused with the LoRA expand for prompts."""
+"""Gated activation `activation(gate) * up`, fused with the LoRA expand for prompts."""
 
 from collections.abc import Sequence
 
@@ -32,7 +32,7 @@ BLOCKS = 8  # column blocks per program, so that the loaded V is reused
 
 
 def apply_gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Return `activation(apply_gate) * up`, where gate and up are the halves of `gate_up`, without adapters."""
+    """Return `activation(gate) * up`, where gate and up are the halves of `gate_up`, without adapters."""
     if activation.name not in FUSED_ACTIVATIONS:
         first, second = gate_up.chunk(2, dim=-1)
         return activation.apply_gate(first, second)
@@ -60,7 +60,7 @@ def gated_linear(
     lora: LoraBatch,
     targets: Sequence[LoraTarget],
 ) -> torch.Tensor:
-    """Return `activation(apply_gate) * up` for a prompt, where gate and up are linear layers with adapters."""
+    """Return `activation(gate) * up` for a prompt, where gate and up are linear layers with adapters."""
     low_rank = prompt_lora.shrink(x, lora, targets)
     gate_up = F.linear(x, weights.plain, weights.bias)
     tokens, width = len(gate_up), gate_up.shape[1] // 2

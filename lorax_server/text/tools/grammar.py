@@ -228,7 +228,7 @@ def _write_reasoning(reasoning: ReasoningTags | None, markers: MarkerWriter, aft
 
 def escape_regex(text: str) -> str:
     """Escape text for a regular expression between slashes."""
-    return re.escape(text).replace("/", r"\/").replace("\n", "n")  # `re.escape_regex` has added the backslash
+    return re.escape(text).replace("/", r"\/").replace("\n", "n")  # `re.escape` has added the backslash
 
 
 def check_strict_keywords(call: CallGrammar) -> None:
