@@ -32,7 +32,7 @@ from lorax_server.worker.memory import adapter_host_bytes
 logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 8
-# Limits for measuring the decode speed at startup.
+# Limits for the measurement of the decode speed at startup.
 MAX_MEASURED_STEPS = 16
 MAX_MEASURED_S = 0.5
 

@@ -21,7 +21,7 @@ from lorax_server.files.regular_file import Stamp, convert_read_errors, open_reg
 from lorax_server.files.strict_json import parse_json
 
 MAX_HEADER_BYTES = 1 << 24  # adapters with a module per expert have tens of thousands of tensors
-MAX_FILE_BYTES = 1 << 50  # larger offsets are damage, not truncation
+MAX_FILE_BYTES = 1 << 50  # larger offsets mean that the file is damaged, not truncated
 MAX_KEY_LENGTH = 1000
 MAX_DIMENSIONS = 8
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}

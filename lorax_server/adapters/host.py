@@ -95,10 +95,11 @@ def prepare(
                 table[index][field] = layout.add(tensor)
             if weights.shared_a is not None:
                 table[index][Field.A] = table[indices[weights.shared_a]][Field.A]
-        except AdapterError as error:  # do not stop here: other ranks may wait for this rank at the next module
+        except AdapterError as error:  # raised later, because other ranks wait for this rank at the next module
             failure = failure or error
         del weights, module  # free the float32 copies before the next module is loaded
-    buffer = layout.fill(dtype, pause)  # before ranks agree, so that agreement means that every rank has the adapter
+    # Fill the buffer before the ranks agree, so that every rank has the adapter after the agreement.
+    buffer = layout.fill(dtype, pause)
     device = next((target.weight.device for target in targets.values() if target.weight is not None), None)
     fields = torch.tensor(table, dtype=torch.long).view(-1, len(Field))
     is_changed = (fields != empty_table(len(targets))).any(1).tolist()

@@ -81,7 +81,7 @@ class Engine:
         self._table = table
         self._resolver = resolver
         self._structured_output = structured_output
-        self._resolved: deque[AdapterSpec] = deque()  # resolved, but not in the table yet; any thread may append
+        self._resolved: deque[AdapterSpec] = deque()  # adapters to add to the table; any thread may append
         self._loads: dict[str, list[Future[None]]] = {}  # pending loads by adapter identity
         executor.on_event(self.wake.set)
         if structured_output is not None:

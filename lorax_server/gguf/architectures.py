@@ -19,7 +19,7 @@ ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_s
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 ROPE_TOLERANCE = 1e-4
 DEFAULT_ROPE_THETA = 10000.0
-# Number of layers of the models whose attention scale is derived from the hidden size instead of the head size.
+# Numbers of layers in models whose attention scale depends on the hidden size instead of the head size.
 GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 
 MODEL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}

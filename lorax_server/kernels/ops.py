@@ -146,8 +146,8 @@ class PagedBatch(DerivedCache):
     stored: torch.Tensor | None = None  # [num_stored] token index of each slot; None: all tokens
     cu_seqlens: torch.Tensor | None = None  # [num_seqs + 1] sequence boundaries; None if each sequence has one token
     host_lengths: "HostLengths | None" = None  # lengths on the host, if the caller has them
-    stores_all: bool = False  # whether every token has a cache slot, so that attention can read all keys from the cache
-    in_graph: bool = False  # whether the batch is captured in a graph, so host lengths are unknown at replay
+    stores_all: bool = False  # True if every token has a cache slot, so that attention can read all keys from the cache
+    in_graph: bool = False  # True if the batch is captured in a graph, so host lengths are unknown at replay
     derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def read_lengths(self) -> "HostLengths":
@@ -195,7 +195,7 @@ class EmbeddingTarget:
     index: int
     vocab: range  # token IDs on this rank
     vocab_size: int  # base vocabulary over all ranks
-    adds_new_rows: bool  # whether this rank stores the rows of added tokens
+    adds_new_rows: bool  # True if this rank stores the rows of added tokens
 
 
 class _TargetFlags(NamedTuple):
@@ -223,7 +223,7 @@ class LoraBatch(DerivedCache):
     host_table: torch.Tensor  # copy of `table`
     bounds: list[int]  # LoRA segment i is tokens bounds[i] to bounds[i + 1]
     adapters: list[int]  # adapter of each segment
-    in_graph: bool = False  # whether the batch is captured in a graph, so host fields are empty
+    in_graph: bool = False  # True if the batch is captured in a graph, so host fields are empty
     expert: int = 0  # the expert whose factors are used, for targets with one pair of factors per expert
     derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 

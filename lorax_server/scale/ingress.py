@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 CHOOSE_TIMEOUT_S = 10.0  # wait for an available replica
 PROBE_CHOOSE_TIMEOUT_S = 2.0  # shorter, for health probes
 SCRAPE_TIMEOUT_S = 5.0
-REGISTRY_TIMEOUT_S = 5.0  # for registry calls that do not wait for replicas
+REGISTRY_TIMEOUT_S = 5.0  # timeout for registry calls that do not wait for replicas
 RETRY_TIMEOUT_S = 10.0  # total time for attempts to forward a request
 RETRY_DELAY_S = 0.2  # before a second attempt on the same replica
 # Limit for buffered request bodies per ingress. It also applies to clients without a key: replicas check keys.

@@ -14,7 +14,7 @@ from lorax_server.text.tokenizer import TextTokenizer
 from lorax_server.types import Output, Request, StartInfo
 
 MAX_INPUTS_IN_FLIGHT = 2048  # inputs of all requests in the engine; several full steps
-MAX_INPUTS_PER_REQUEST = 512  # of these; twice the default number of running sequences
+MAX_INPUTS_PER_REQUEST = 512  # maximum inputs of one request; twice the default number of running sequences
 _QueueItem = tuple[int, list[TokenEvent]] | BaseException | None
 
 

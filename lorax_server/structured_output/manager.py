@@ -41,7 +41,7 @@ MIN_GRAMMAR_BYTES, GRAMMAR_BYTES_PER_TOKEN = (
 )  # cache weight of a compiled grammar, and of each token it consumed
 MAX_SHARED_TOKENS = 2**13  # tokens that completions consume before their shared grammar is compiled again
 MAX_GPU_MASK_THREADS = 4
-MAX_GPU_FAST_FORWARD = 16  # completions; an H200 saves 8 % per token with 16 and loses 20 % with 64
+MAX_GPU_FAST_FORWARD = 16  # maximum completions; an H200 saves 8% per token with 16 and loses 20% with 64
 MAX_FORCED_TOKENS = 32  # consumed in one step
 # A batch of masks that takes longer, in total and per mask, has its grammars timed again outside batches.
 MAX_BATCH_S, MAX_BATCH_MASK_S = 0.01, 0.0005

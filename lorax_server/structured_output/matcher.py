@@ -209,7 +209,7 @@ class GrammarState:
     def _set_mask(self, mask: TokenMask, may_end: bool) -> None:
         """Set the mask. End tokens are allowed only if `may_end`. Raise `GrammarError` if no token is allowed."""
         stop, self.mask = self._stop, mask[: self.compiled.vocabulary.num_words]
-        # An eos token may also match as text, so it is forbidden where the text cannot end.
+        # An EOS token may also match as text, so it is forbidden where the text cannot end.
         _set_tokens(self.mask, stop.eos_token_ids, may_end)
         if len(self.history) < stop.min_new_tokens:
             longer = self.mask.copy()

@@ -222,7 +222,7 @@ class WindowDetokenizer(Detokenizer):
         self._decode = decode
         self._special_ids = special
         self._vocabulary = vocabulary
-        self._text_ids = vocabulary - special  # padded embedding rows have ids that are in neither set
+        self._text_ids = vocabulary - special  # padded embedding rows have IDs that are in neither set
 
     def with_visible_tokens(self, token_ids: Set[int]) -> "WindowDetokenizer":
         return WindowDetokenizer(self._decode, self._special_ids - token_ids, self._vocabulary)

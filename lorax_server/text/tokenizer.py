@@ -73,7 +73,7 @@ class EncodedText(NamedTuple):
     ids: list[int]
     second_start: int = 0  # first token of the second text, if the model distinguishes the texts; else 0
     spans: Sequence[tuple[int, int]] = ()  # character range of each token, on request
-    is_special: Sequence[bool] = ()  # whether each token is a special token, on request
+    is_special: Sequence[bool] = ()  # for each token, True if it is a special token; only on request
 
 
 class TextTokenizer:

@@ -80,7 +80,7 @@ MAX_RANK = 65536
 MAX_ALPHA = 1e30  # the scale must fit into float32
 MAX_PATTERNS = 10_000
 MAX_SEED = 2**63 - 1
-MAX_INVOCATION_TOKENS = 256  # many times more than in published adapters; limits the search in the prompt
+MAX_INVOCATION_TOKENS = 256  # many times more tokens than in published adapters; limits the search in the prompt
 MAX_TOKEN_ID = 2**31 - 1
 # Features that PEFT cannot combine with aLoRA, or that would also change the tokens before the invocation.
 NOT_WITH_INVOCATION = (

@@ -35,7 +35,7 @@ class Resolution(NamedTuple):
 
     adapter: FoundAdapter
     revalidate_at: float  # after this time, query the source in the background
-    valid_until: float  # after this time, query the source before responding
+    valid_until: float  # after this time, query the source before the request continues
     failing_since: float | None = None  # time when the local folder became invalid
 
 

@@ -62,7 +62,8 @@ class SpeculativeDrafter:
         state.first, state.guesses = len(token_ids), []
         draft, context = list[int](), token_ids[-max(ORDERS) :]
         position, length = state.lookup.find(token_ids)
-        probability = expected = 1.0  # of the draft so far; tokens that the step yields
+        probability = 1.0  # that the draft so far is correct
+        expected = 1.0  # number of tokens that the step yields
         while len(draft) < self._max_tokens:
             guess = history.completions.guess(context)
             likely = accuracy.estimate(guess.kind) if guess is not None else 0.0

@@ -5,7 +5,7 @@ IDLE_DECAY = 0.999  # weight of steps with drafts after a step without drafts, s
 MIN_PLAIN_STEPS, PLAIN_INTERVAL = 3.0, 64  # one of this many steps has no drafts, and more steps at first
 PRIOR_RATIO = 8.0  # assumed fixed costs of a step in tokens: reading the weights, and overhead
 PRIOR_OVERHEAD = 0.1  # assumed fixed costs of drafts, as a share of a step
-PRIOR_STEPS = 4.0  # weight of the assumptions
+PRIOR_STEPS = 4.0  # weight of the assumed values, in steps
 PRIOR_VARIANCE = 16.0  # of the number of tokens
 MAX_OUTLIER = 3.0  # a longer time than this multiple of the assumed time is counted as this multiple
 
