@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> None:
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        if step % 10 == 0 or step == options.steps:
+        if step == 1 or step % 10 == 0 or step == options.steps:
             print(
                 f"step {step} of {options.steps}: loss {loss.item():.2f}, {time.monotonic() - started:.0f} s",
                 flush=True,
