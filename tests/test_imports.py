@@ -22,9 +22,9 @@ OURS = {
     "core": (
         "import lorax_server.models, lorax_server.adapters.host, lorax_server.adapters.merge, lorax_server.kernels\n"
         "import lorax_server.weights, lorax_server.worker.adapter_memory, lorax_server.engine.engine\n"
-        "from lorax_server.model_types import MODELS\n"
+        "from lorax_server.model_types import MODEL_CLASSES\n"
         "from lorax_server.models.registry import find_model_class\n"
-        "for model_type in MODELS: find_model_class(model_type)"
+        "for model_type in MODEL_CLASSES: find_model_class(model_type)"
     ),
     "script": "import lorax_server.llm",
 }
