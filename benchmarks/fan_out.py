@@ -1,8 +1,8 @@
-"""Measure one document for several adapters: the time to all first tokens, relative to one adapter.
+"""Measure the time until several adapters have generated their first token for one document, relative to one adapter.
 
 The model is a random Llama. The prompt is a random document, followed by the invocation tokens of the activated LoRA
-(aLoRA) adapters. They share the KV blocks of the document. Ordinary adapters with the same weights compute the document
-once per adapter. All adapters are loaded before the measurement, and every run uses a new document.
+(aLoRA) adapters. These adapters share the KV blocks of the document. Ordinary adapters with the same weights compute
+the document once per adapter. All adapters are loaded before the measurement, and every run uses a new document.
 """
 
 import json

@@ -144,9 +144,10 @@ class LLM:
         """Generate completions for prompts (text or token IDs) in one batch. Return one completion per prompt.
 
         `params`, `stop`, `adapter` and `structure` apply to all prompts, or are lists with one entry per prompt. An
-        `adapter` of None selects the base model. A single prompt is sent to each adapter in a list of adapters. The
-        functions in `structured_output.grammars` create structures. `progress=True` shows a progress bar; None shows it
-        only in a terminal. `on_error="return"` stores each error in its completion, instead of raising the first error.
+        `adapter` of None selects the base model. If `prompts` is a single prompt and `adapter` is a list, the prompt is
+        sent to each adapter. The functions in `structured_output.grammars` create structures. `progress=True` shows a
+        progress bar; None shows it only in a terminal. `on_error="return"` stores each error in its completion, instead
+        of raising the first error.
         """
         if on_error not in ("raise", "return"):
             raise InputError(f"on_error must be 'raise' or 'return' (got {on_error!r})")

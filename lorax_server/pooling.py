@@ -178,7 +178,9 @@ def _read_modules(folder: Path) -> list[dict[str, Any]]:
 
 
 def _find_max_tokens(folder: Path) -> int | None:
-    """Return the maximum tokens per input, as sentence-transformers does: its own setting, or the tokenizer's limit."""
+    """Return the maximum number of tokens per input, like sentence-transformers: the setting in its config, or else the
+    tokenizer's limit.
+    """
     stored = _read_optional(folder / TRANSFORMER_FILE).get("max_seq_length")
     if stored is None:
         stored = _read_optional(folder / TOKENIZER_CONFIG_FILE).get("model_max_length")

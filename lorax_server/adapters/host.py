@@ -71,7 +71,7 @@ def prepare(
     """Return an adapter in this rank's device layout. All ranks must call this together, and they agree on the size and
     on errors.
 
-    `after_kv` contains the targets that no keys and values depend on.
+    `after_kv` contains the targets that do not affect any keys and values.
 
     `pause` is called about every millisecond and may block, so that decode steps take priority. Large modules, VeRA's
     random matrices and KaSA's decompositions (up to 30 seconds) run without a pause.

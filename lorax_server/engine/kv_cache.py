@@ -40,7 +40,7 @@ class KvCache:
         sequence.num_computed = sequence.capacity = len(sequence.blocks) * block_size
 
     def count_shared_blocks(self, leader: Sequence, sequence: Sequence) -> int:
-        """Return how many blocks after its cached blocks a sequence can reuse once `leader` has computed them."""
+        """Return how many additional blocks a sequence can reuse when `leader` has computed them."""
         if not self._can_reuse or sequence.prompt_logprobs is not None or leader.is_mixed:
             return 0
         first, last = len(sequence.blocks), (len(sequence.token_ids) - 1) // self.block_size
@@ -48,7 +48,7 @@ class KvCache:
         return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def count_base_tokens(self, sequence: Sequence) -> int:
-        """Return the number of computed tokens in blocks that do not depend on the sequence's adapter."""
+        """Return the number of computed tokens that are in blocks which do not depend on the sequence's adapter."""
         return min(sequence.num_computed, sequence.kv_adapter_start // self.block_size * self.block_size)
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> bool:

@@ -399,7 +399,8 @@ class Scheduler:
         return True
 
     def _find_leader(self, builder: StepBuilder, sequence: Sequence) -> tuple[Sequence, int] | None:
-        """Return a sequence in this step that computes blocks that a new sequence needs, and their end, or None.
+        """Return a sequence in this step (the leader) that computes blocks which a new sequence needs, and the end of
+        these blocks, or None.
 
         Only sequences of the same tenant are considered, so that tenants do not wait for each other.
         """
@@ -413,7 +414,7 @@ class Scheduler:
         return None
 
     def _unblock_followers(self) -> None:
-        """Queue the sequences whose prefix is computed, or whose leader has stopped."""
+        """Queue the sequences whose prefix has been computed, or whose leader no longer computes it."""
         for sequence, (leader, end) in tuple(self._followers.items()):
             if leader.slot is None or leader.num_published >= end or leader.is_mixed:
                 del self._followers[sequence]

@@ -1,4 +1,4 @@
-"""Uploaded adapter versions: `poet@v2` is an adapter, and `poet` refers to one version or to a weighted split.
+"""Manages uploaded adapter versions. `poet@v2` is an adapter, and `poet` refers to one version or to a weighted split.
 
 The versions are stored in `STATE_FILE`, so they survive a restart of the server.
 """
@@ -25,7 +25,7 @@ FOLDER_PATTERN = re.compile(r"[0-9a-f]{32}")
 
 
 class AdapterVersion(NamedTuple):
-    """One version of an adapter. `key` names its folder below the upload folder, unless it was not uploaded."""
+    """One version of an adapter. For an uploaded version, `key` is the name of its folder below the upload folder."""
 
     key: AdapterKey
     is_uploaded: bool = True
@@ -33,7 +33,7 @@ class AdapterVersion(NamedTuple):
 
 @dataclass(frozen=True)
 class VersionedAdapter:
-    """The versions of one name. Immutable; the request counts are metrics."""
+    """The versions of one name. The object is immutable; metrics count the requests."""
 
     versions: Mapping[int, AdapterVersion] = field(default_factory=dict)
     weights: Mapping[int, float] = field(default_factory=dict)  # fraction of requests by version; the sum is 1
@@ -42,7 +42,7 @@ class VersionedAdapter:
 
     @property
     def primary(self) -> int:
-        """The version with the largest weight. Of equal weights, the newest."""
+        """The version with the largest weight. If weights are equal, the newest version."""
         return max(self.weights, key=lambda number: (self.weights[number], number))
 
     def choose(self, name: str, request_id: str) -> int:
@@ -58,7 +58,7 @@ class VersionedAdapter:
 
 
 class AdapterVersions:
-    """The versioned adapters of one server. Belongs to the event loop, except for `load` and `delete_folder`."""
+    """The versioned adapters of one server. Use it on the event loop, except for `load` and `delete_folder`."""
 
     def __init__(self, names: ModelNames, folder: Path | None) -> None:
         self.folder = folder  # None if uploads are disabled
@@ -91,7 +91,7 @@ class AdapterVersions:
     # --- Changes: each is stored before it is applied -----------------------------------------------------------------
 
     def add(self, name: str, key: AdapterKey, previous: AdapterKey | None, activate: bool) -> VersionedAdapter:
-        """Return the adapter with a new version. `previous` is the adapter that the name has referred to so far."""
+        """Return the adapter with an additional version. `previous` is the adapter that the name referred to before."""
         adapter = self._adapters.get(name)
         if adapter is None:
             adapter = VersionedAdapter()
@@ -106,7 +106,7 @@ class AdapterVersions:
         return replace(adapter, versions=versions, weights=weights, last_number=number)
 
     def weigh(self, name: str, weights: Mapping[int, float]) -> VersionedAdapter:
-        """Return the adapter with other weights, which are normalized."""
+        """Return the adapter with other version weights, after normalizing the weights."""
         adapter = self._adapters[name]
         unknown = sorted(weights.keys() - adapter.versions.keys())
         if unknown:
@@ -116,7 +116,9 @@ class AdapterVersions:
         return replace(adapter, weights={number: weight / total for number, weight in weights.items() if weight})
 
     async def apply(self, name: str, adapter: VersionedAdapter | None) -> None:
-        """Store and apply the versions of a name. None removes the name and all its versions. Hold `lock`."""
+        """Store and apply the versions of a name. None removes the name and all its versions. The caller must hold
+        `lock`.
+        """
         adapters = {**self._adapters, name: adapter} if adapter is not None else dict(self._adapters)
         if adapter is None:
             adapters.pop(name, None)
@@ -143,14 +145,14 @@ class AdapterVersions:
     # --- Files --------------------------------------------------------------------------------------------------------
 
     def make_folder(self) -> Path:
-        """Create and return a folder for an upload. May block on the file system."""
+        """Create and return a folder for an upload. This may block on the file system."""
         assert self.folder is not None
         folder = self.folder / uuid.uuid4().hex
         folder.mkdir()
         return folder
 
     def delete_folder(self, name: str) -> None:
-        """Delete an uploaded version's files. May block on the file system."""
+        """Delete an uploaded version's files. This may block on the file system."""
         if self.folder is not None and FOLDER_PATTERN.fullmatch(name):
             shutil.rmtree(self.folder / name, ignore_errors=True)
 

@@ -217,7 +217,9 @@ class RequestContext:
         )
 
     def record_models(self, selections: Sequence[ModelSelection]) -> None:
-        """Record the adapters that a request asks the same prompt. Metrics count such requests for no adapter."""
+        """Record the adapters of a request that sends one prompt to several adapters. Adapter metrics do not count such
+        requests.
+        """
         if len(selections) == 1:
             self.record_model(selections[0])
         else:

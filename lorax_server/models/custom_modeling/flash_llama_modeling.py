@@ -312,7 +312,9 @@ class FlashLlamaForCausalLM(PagedCausalLM):
         self.lm_head.logit_transform = arch.logit_transform
 
     def find_targets_after_kv(self) -> frozenset[str]:
-        """Return the targets after the last layer's keys and values: its queries, output, MLP, final norm and head."""
+        """Return the targets that run after the last layer's keys and values: its queries, attention output and MLP,
+        the final norm and the LM head.
+        """
         assert isinstance(self.model, FlashLlamaModel)
         last = self.model.layers[-1]
         if not isinstance(last, FlashLlamaLayer):

@@ -71,7 +71,7 @@ class PagedCausalLM(nn.Module):
         return [(zeros(), zeros()) for _ in range(self.num_layers)]
 
     def find_targets_after_kv(self) -> frozenset[str]:
-        """Return the names of adapter targets that no keys and values depend on."""
+        """Return the names of adapter targets that do not affect any keys and values."""
         return frozenset()
 
     def make_context(self, kv_cache: KVCache, seqlen: Seqlen, position_ids: torch.Tensor, **more: Any) -> PagedContext:

@@ -136,7 +136,7 @@ class ModelNames:
         return self._aliases
 
     def check_alias(self, alias: str) -> None:
-        """Raise if an adapter must not have this name."""
+        """Raise if this name is not allowed for an adapter."""
         if not (0 < len(alias) <= MAX_NAME_LENGTH and alias.isprintable()):
             raise InputError(
                 f"an adapter name must have 1 to {MAX_NAME_LENGTH} printable characters, not {alias[:64]!r}"

@@ -79,7 +79,7 @@ class RateLimits:
     def acquire(self, key: Key, count: int = 1, num_requests: int = 1) -> "Permit":
         """Return a permit for `count` completions, or raise if they exceed a limit.
 
-        They count as `num_requests` requests.
+        The completions count as `num_requests` requests.
         """
         limit = min(self._max_concurrent, key.max_concurrent or self._max_concurrent)
         if not 1 <= count <= limit:  # not an OverloadedError, because a retry would fail again

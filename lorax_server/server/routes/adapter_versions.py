@@ -1,4 +1,4 @@
-"""Routes that upload adapter weights and select the version that requests use. They need an admin key."""
+"""Routes that upload adapter weights and select the version that requests use. They require an admin key."""
 
 import asyncio
 import base64
@@ -160,7 +160,7 @@ def _read_weights(body: VersionWeights) -> dict[int, float]:
 
 
 class _Upload:
-    """An upload of adapter weights. If it fails, it leaves no files and changes no version."""
+    """An upload of adapter weights. A failed upload leaves no files and changes no version."""
 
     def __init__(self, service: Service, key: Key, name: str) -> None:
         self.is_received = False  # the whole body was read
@@ -200,7 +200,7 @@ class _Upload:
         await delete_retired(service)
 
     def _check(self, request: Request) -> None:
-        """Reject an upload before any work for it."""
+        """Reject an invalid upload before its body is received."""
         service = self._service
         if service.config.replica_secret is not None:
             raise NotSupportedError(
@@ -223,7 +223,9 @@ class _Upload:
             raise HTTPException(413, f"the weights must have at most {limit} bytes (--max-adapter-file-bytes)")
 
     async def _find_present(self, has_config: bool) -> tuple[AdapterKey | None, Resolved | None]:
-        """Return the adapter that the name refers to, if any. Without a config in the request, it must exist."""
+        """Return the adapter that the name refers to, or None. If the request contains no config, the adapter must
+        exist.
+        """
         service, names = self._service, self._service.model_names
         selection = names.select_adapter(self._name, None)
         if has_config and self._name not in names.adapters:
@@ -239,7 +241,7 @@ class _Upload:
         return key, present
 
     def _make_folder(self, present: Resolved | None, raw_config: Mapping[str, Any] | None) -> Path:
-        """Return a new folder with a config, and with the tokenizer files of the present adapter."""
+        """Return a new folder with a config, and with the tokenizer files of the current adapter."""
         versions = self._service.versions
         folder = versions.make_folder()
         try:
@@ -260,7 +262,7 @@ class _Upload:
         return folder
 
     async def _receive(self, request: Request, folder: Path) -> None:
-        """Write the body to the weights file, and compare its checksum."""
+        """Write the body to the weights file, and verify its checksum."""
         expected, digest, size = _read_digest(request), sha256(), 0
         timeout_s, buffer, stream = self._service.config.body_timeout_s, bytearray(), aiter(request.stream())
         with FileIO(folder / WEIGHTS_FILE, "wb") as file:  # unbuffered, so that closing it does not block

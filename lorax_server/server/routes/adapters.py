@@ -141,7 +141,7 @@ async def pin_adapter(service: Service, identity: str, name: AdapterKey, pin: bo
 
 
 async def transfer_pin(service: Service, old: str, old_name: AdapterKey, new: str, new_name: AdapterKey) -> None:
-    """If an adapter is pinned, pin another adapter in its place."""
+    """If an adapter is pinned, move the pin to another adapter."""
     if old_name in service.adapter_index.pinning_names(old):
         await pin_adapter(service, new, new_name, True)
         if not await _find_other_pins(service, old, old_name):
@@ -170,7 +170,7 @@ async def unload_adapter(service: Service, key: Key, adapter_id: str, source: st
 
 
 async def remove_versions(service: Service, name: str) -> None:
-    """Remove the uploaded versions of a name, if it has any."""
+    """Remove the uploaded versions of a name."""
     versions = service.versions
     async with versions.lock:
         if versions.get(name) is not None:

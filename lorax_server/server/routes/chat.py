@@ -52,7 +52,7 @@ class PreparedChat(NamedTuple):
 
 
 class _RenderedChat(NamedTuple):
-    """A prompt, the tokenizer for its completions, and their format."""
+    """A prompt, and the tokenizer and the output format for its completions."""
 
     prompt: str
     tokenizer: TextTokenizer
@@ -76,7 +76,7 @@ async def _chat(context: RequestContext, body: ChatCompletionRequest) -> Respons
 
 
 async def prepare_chat(context: RequestContext, body: ChatCompletionRequest) -> PreparedChat:
-    """Return the prepared chat of a request without `models`."""
+    """Return the prepared chat for a request without `models`."""
     (prepared,) = await prepare_chats(context, body)
     return prepared
 

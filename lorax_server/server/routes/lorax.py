@@ -108,7 +108,7 @@ def _write_response(
 
 
 def _write_best(body: GenerateRequest, generations: list[RemoteGeneration]) -> dict[str, Any]:
-    """Return the response for the first generation. The details contain the others."""
+    """Return the response for the first generation. The details contain the other generations."""
     best, *others = generations
     parameters = body.parameters or GenerateParameters()
     prefix = body.inputs if parameters.return_full_text else ""
@@ -210,7 +210,7 @@ def choose_adapter(parameters: GenerateParameters | PoolingParameters, names: Mo
 
 
 def choose_adapters(parameters: GenerateParameters, names: ModelNames) -> list[ModelSelection]:
-    """Return the adapter for each completion: one, or those in `adapter_ids`."""
+    """Return the adapters that complete the prompt: a single adapter, or the adapters in `adapter_ids`."""
     if parameters.adapter_ids is None:
         return [choose_adapter(parameters, names)]
     is_alone = parameters.adapter_id is None and parameters.merged_adapters is None

@@ -54,7 +54,9 @@ def record_model(context: RequestContext, body: CommonRequest | PooledRequest) -
 
 
 def split_models(body: _Body, names: ModelNames) -> list[_Body]:
-    """Return the request with each of its `models` as `model`, or the request itself without `models`."""
+    """Return one request for each entry in `models`, with this entry as `model`. Without `models`, return the request
+    itself.
+    """
     models = _listed_models(body)
     if not models:
         return [body]

@@ -202,7 +202,7 @@ class GenerateResponse(Schema):
 
 
 class GenerateChoice(GenerateResponse):
-    """The completion of one adapter in `adapter_ids`."""
+    """The completion by one adapter in `adapter_ids`."""
 
     index: int
     adapter_id: str

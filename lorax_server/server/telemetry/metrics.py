@@ -63,7 +63,7 @@ class Registry(CollectorRegistry):
 
 
 class Versions(Protocol):
-    """The versions of one adapter: the numbers of requests, and the fractions of requests, by version."""
+    """The number of requests and the configured fraction of requests for each version of an adapter."""
 
     @property
     def num_requests(self) -> Mapping[int, int]: ...
@@ -386,7 +386,7 @@ class EngineMetrics(Collector):
 
 
 class VersionMetrics(Collector):
-    """Exports uploaded versions. A removed version has no metrics."""
+    """Exports metrics for uploaded versions. Removed versions are not exported."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.list_adapters: Callable[[], Iterable[tuple[str, Versions]]] = tuple  # set by `Service`
