@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> None:
                 f"step {step} of {options.steps}: loss {loss.item():.2f}, {time.monotonic() - started:.0f} s",
                 flush=True,
             )
-    model.save_pretrained(options.out)
+    model.save_pretrained(options.out, save_embedding_layers=False)  # "auto" looks for a config.json
 
 
 if __name__ == "__main__":
