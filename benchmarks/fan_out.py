@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import torch
-from harness.files import LLAMA_8B, ModelShape, make_adapters, make_model, scratch_folder
+from harness.files import LLAMA_8B, TINY, ModelShape, make_adapters, make_model, scratch_folder
 from harness.report import Record, make_parser, report
 
 from lorax_server.llm import LLM
@@ -45,15 +45,18 @@ def time_first_tokens(llm: LLM, seed: int, num_tokens: int, adapters: list[str])
 
 def measure(llm: LLM, kind: str, adapters: list[str], num_tokens: int, rounds: int, goal: float | None) -> list[Record]:
     llm.generate([[5]] * len(adapters), stop=StopParams(max_new_tokens=1), adapter=adapters, progress=False)  # load
-    time_first_tokens(llm, -1, num_tokens, adapters)  # warm up
-    one, together = [], []
+    time_first_tokens(llm, 2 * rounds, num_tokens, adapters)  # warm up
+    one, together, num_computed = [], [], 0
     for number in range(rounds):  # alternating, because the speed of the machine varies
         one.append(time_first_tokens(llm, 2 * number, num_tokens, adapters[:1]))
+        before = llm.status.computed_tokens
         together.append(time_first_tokens(llm, 2 * number + 1, num_tokens, adapters))
+        num_computed += llm.status.computed_tokens - before
     ratio = statistics.median(each / single for each, single in zip(together, one, strict=True))
     case = f"{len(adapters)} {kind} adapters, {num_tokens} tokens"
     return [
         Record(f"{case}: time to all first tokens", ratio, "times", "one adapter", goal, at_most=True),
+        Record(f"{case}: computed tokens", num_computed / rounds / num_tokens, "times", "one adapter"),
         Record(f"{case}: one adapter", statistics.median(one), "s"),
         Record(f"{case}: all adapters", statistics.median(together), "s"),
     ]
@@ -64,12 +67,15 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=4000, help="prompt tokens (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--size", choices=["25m", "8b"], default="25m", help="model size (default: %(default)s)")
+    parser.add_argument(
+        "--size", choices=["tiny", "25m", "8b"], default="25m", help="model size (default: %(default)s)"
+    )
     parser.add_argument("--quick", action="store_true", help="one round with 600 tokens")
     args = parser.parse_args()
     if args.quick:
         args.tokens, args.rounds = 600, 1
-    shape, is_gpu = {"25m": LLAMA_25M, "8b": LLAMA_8B}[args.size], torch.cuda.is_available()
+    sizes = {"tiny": TINY._replace(max_position_embeddings=8192), "25m": LLAMA_25M, "8b": LLAMA_8B}
+    shape, is_gpu = sizes[args.size], torch.cuda.is_available()
     settings = {} if is_gpu else {"device": "cpu", "cache_bytes": 2**30}
     with scratch_folder() as folder:
         activated, ordinary = write_models(folder, shape, args.adapters)
