@@ -38,7 +38,7 @@ MPNET_BUCKETS, MPNET_MAX_DISTANCE = 32, 128  # constants of the architecture
 
 
 class BertEncoder:
-    """BERT."""
+    """The BERT encoder."""
 
     @staticmethod
     def describe(config: Any) -> Architecture:
