@@ -128,7 +128,7 @@ def make_engine(num_rows: int, vocab_size: int) -> Engine:
 def measure(
     num_rows: int, params: SamplingParams = GREEDY, answer: int = LENGTH - PROMPT, vocab_size: int = VOCAB
 ) -> float:
-    """Return milliseconds per step. A finished sequence is replaced by a new one."""
+    """Return the milliseconds per step. When a sequence finishes, a new sequence starts."""
     engine, reader = make_engine(num_rows, vocab_size), MessageReader()
     for i in range(NUM_ADAPTERS):
         engine._table.register(AdapterSpec(str(i), str(i), (), 1))

@@ -1,8 +1,8 @@
-"""KV block allocator with prefix caching.
+"""A KV block allocator with prefix caching.
 
 A full block is identified by a hash of everything that determines its keys and values: its tokens, the tokens of all
-previous blocks, `root_hash` (RoPE variant, salt), and the adapter that changes them, if any (`adapter_hash`). A hash
-match is therefore always correct, and the cache needs no invalidation: replacing an adapter changes its identity.
+previous blocks, `root_hash` (RoPE variant, salt), and, if an adapter changes them, its identity (`adapter_hash`). A
+hash match is therefore always correct, and the cache needs no invalidation: replacing an adapter changes its identity.
 
 Steps run in submission order. A released block can be reused immediately, even if steps in flight still read it.
 A block can be published as soon as the step that fills it is submitted.

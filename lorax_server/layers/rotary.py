@@ -69,7 +69,9 @@ class DynamicRotaryEmbedding(nn.Module):
 
 
 class LongRotaryEmbedding(nn.Module):
-    """LongRoPE. Sequences longer than the original length use the long frequencies, other sequences the short ones."""
+    """LongRoPE. Sequences longer than the original length use the long frequencies. Other sequences use the short
+    frequencies.
+    """
 
     def __init__(
         self,

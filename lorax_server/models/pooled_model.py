@@ -88,7 +88,7 @@ class PooledModel(nn.Module):
     def forward(
         self, token_ids: torch.Tensor, ctx: SequenceContext, adapters: Sequence[int], arena: AdapterArena | None
     ) -> list[torch.Tensor]:
-        """Return one float32 result per sequence."""
+        """Return a float32 result for each sequence."""
         hidden = self.model.run_layers(self.model.embed(token_ids, ctx), ctx)
         results: list[torch.Tensor] = self.head(hidden, SequenceBatch(token_ids, ctx.lengths, adapters, arena))
         return results

@@ -223,7 +223,7 @@ def _find_second_text(type_ids: list[int]) -> int:
 def load_tokenizer(folder: Path, *, template_config: Path | None = None) -> TextTokenizer:
     """Load a model tokenizer. This may take seconds, and starts a process if transformers is needed.
 
-    `template_config` is a tokenizer_config.json whose chat template replaces the one in the folder.
+    `template_config` is a tokenizer_config.json whose chat template replaces the chat template in the folder.
     """
     files = TokenizerFolder(folder)
     config = files.read_json(TOKENIZER_CONFIG_FILE) or {}

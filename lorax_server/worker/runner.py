@@ -163,7 +163,7 @@ class PagedRunner:
         return result
 
     def _forward(self, plan: StepPlan, tokens: StepTokens) -> torch.Tensor:
-        """Run the model, and return the hidden states of all tokens. Use a graph if the step fits one."""
+        """Run the model, and return the hidden states of all tokens. If a graph fits the step, replay it."""
         adapter_data = self._adapt_tokens(plan.adapter_indices, plan.counts)
         if self._graphs is not None and (kind := self._graphs.find(tokens, adapter_data)) is not None:
             return self._graphs.run(kind, plan, tokens, adapter_data)

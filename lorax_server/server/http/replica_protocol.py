@@ -1,7 +1,7 @@
 """The protocol between a Ray deployment and its replica servers.
 
-All processes of a deployment share one random secret. A replica's server rejects requests without it, and trusts the
-client address in `CLIENT_HEADER` because only the ingress can have sent it.
+All processes of a deployment share one random secret. A replica's server rejects requests without this secret, and
+trusts the client address in `CLIENT_HEADER` because only the ingress can have sent it.
 """
 
 import hmac

@@ -64,7 +64,7 @@ def make_router(service: Service) -> APIRouter:
 
     @router.post("/classify_batch", operation_id="classify_batch", response_model=list[Classes], **native)
     async def classify_batch(request: Request, body: ClassifyBatchRequest) -> Response:
-        """Classify several texts. The results have the order of the texts."""
+        """Classify several texts. The results are in the same order as the texts."""
         return await RequestContext(service, request, CLASSES).run(lambda context: _classify(context, body))
 
     @router.post("/v1/embeddings", operation_id="create_embeddings", response_model=EmbeddingResponse, **standard)

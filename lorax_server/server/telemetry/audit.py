@@ -1,7 +1,7 @@
 """The audit log of rejected requests, rejected keys and admin actions.
 
 Metrics count all of these events. Log lines caused by callers without a valid key are rate-limited; the field
-`num_suppressed` in the next line gives the number of suppressed lines.
+`num_suppressed` in the next line contains the number of suppressed lines.
 """
 
 import logging

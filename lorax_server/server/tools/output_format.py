@@ -33,7 +33,7 @@ ID_CHARACTERS = string.ascii_letters + string.digits
 
 @dataclass(frozen=True)
 class OutputFormat:
-    """A request's tools, the format of tool calls, and how reasoning is handled."""
+    """A request's tools, its tool call format, and its settings for reasoning."""
 
     tool_format: ToolFormat | None  # None if the request has no tools
     tools: ToolDefinitions | None
