@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from lorax_server import __version__
 from lorax_server.errors import AdapterNotFoundError, LoraxError
@@ -63,7 +63,7 @@ def split_models(body: _Body, names: ModelNames) -> list[_Body]:
     check(not names.strip_base_name(body.model or ""), "`model` and `models` name different models; use only `models`")
     check(not body.adapter_id, "at most one of `adapter_id` or `models` may be provided")
     check(body.merged_adapters is None, "at most one of `merged_adapters` or `models` may be provided")
-    return [body.model_copy(update={"model": name, "models": None}) for name in models]
+    return [cast(_Body, body.model_copy(update={"model": name, "models": None})) for name in models]
 
 
 async def resolve_all(context: RequestContext, bodies: Sequence[CommonRequest]) -> list[ResolvedModel]:
