@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +34,19 @@ LLAMA_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+}
+# All experts are in one tensor `[experts, outputs, inputs]`. transformers' names have the expert's number.
+EXPERT_NAMES = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{expert}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{expert}.up_proj",
+    "ffn_down_exps": "mlp.experts.{expert}.down_proj",
+}
+SHARED_EXPERT_NAMES = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",  # stored as a vector
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
 HEAD_NORM_NAMES = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 SANDWICH_NORM_NAMES = {
@@ -108,6 +122,8 @@ def find_architecture(file: GGUFFile) -> GGUFArchitecture:
         raise UnsupportedModelError(
             f"{file.path}: GGUF architecture {name!r} is not supported; use one of {', '.join(sorted(ARCHITECTURES))}"
         )
+    if name == "llama" and file.get("llama.expert_count", int):
+        return MIXTRAL
     if name == "llama" and "mistral" in (file.get("general.name", str) or "").lower():
         return MISTRAL_ARCHITECTURE
     return ARCHITECTURES[name]
@@ -182,6 +198,11 @@ def map_tensor(
             yield f"{prefix}{names[f'attn_{part}']}.{kind}", source
         return
     target = f"{prefix}{names[module]}.{kind}"
+    if "{expert}" in target:
+        yield from _split_experts(file, config, name, entry, target)
+        return
+    if module == "ffn_gate_inp_shexp":
+        entry = entry._replace(shape=(1, *entry.shape[-1:]))
     if "{row}" in target:  # transformers stores each row as a tensor
         for row in range(rows):
             yield target.format(row=row), TensorSource(entry, entry.shape[1:], row)
@@ -192,6 +213,17 @@ def map_tensor(
             raise file.error(f"tensor {name!r} has {rows} rows, which is not a multiple of the head size {head_dim}")
         source = source._replace(head_dim=head_dim)
     yield target, source
+
+
+def _split_experts(
+    file: GGUFFile, config: Mapping[str, Any], name: str, entry: TensorEntry, target: str
+) -> Iterator[tuple[str, TensorSource]]:
+    count = config.get("num_experts", config.get("num_local_experts"))
+    if len(entry.shape) != 3 or entry.shape[0] != count:
+        raise file.error(f"tensor {name!r} has shape {entry.shape}, expected {count} matrices, one per expert")
+    shape = entry.shape[1:]
+    for expert in range(entry.shape[0]):
+        yield target.format(expert=expert), TensorSource(entry._replace(shape=shape), shape, expert * shape[0])
 
 
 # --- RoPE -------------------------------------------------------------------------------------------------------------
@@ -286,6 +318,41 @@ def _granite_config(fields: _Fields) -> dict[str, Any]:
     }
 
 
+def _local_experts_config(fields: _Fields) -> dict[str, Any]:
+    return {
+        "num_local_experts": fields.require_int("expert_count"),
+        "num_experts_per_tok": fields.require_int("expert_used_count"),
+    }
+
+
+def _experts_config(fields: _Fields, *, normalizes_weights: bool) -> dict[str, Any]:
+    return {
+        "num_experts": fields.require_int("expert_count"),
+        "num_experts_per_tok": fields.require_int("expert_used_count"),
+        "norm_topk_prob": normalizes_weights,  # not in the file; llama.cpp uses the same values
+    }
+
+
+def _qwen2_moe_config(fields: _Fields) -> dict[str, Any]:
+    return {
+        "moe_intermediate_size": fields.require_int("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": fields.require_int("expert_shared_feed_forward_length"),
+        "qkv_bias": fields.has_tensor("blk.0.attn_q.bias"),
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        **_experts_config(fields, normalizes_weights=False),
+    }
+
+
+def _qwen3_moe_config(fields: _Fields) -> dict[str, Any]:
+    return {
+        "moe_intermediate_size": fields.require_int("expert_feed_forward_length"),
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        **_experts_config(fields, normalizes_weights=True),
+    }
+
+
 def _olmo2_config(fields: _Fields) -> dict[str, Any]:
     if fields.find_int("attention.sliding_window"):
         raise UnsupportedModelError(f"{fields.file.path}: OLMo 3 (olmo2 with sliding windows) is not supported")
@@ -344,6 +411,8 @@ def _make_architectures() -> dict[str, GGUFArchitecture]:
     phi3 = {name: target for name, target in fused_mlp.items() if name not in ("attn_q", "attn_k", "attn_v")}
     llama_with_head_norms = LLAMA_NAMES | HEAD_NORM_NAMES
     row_norms = {name: f"{target[:-4]}layernorm.norms.{{row}}" for name, target in HEAD_NORM_NAMES.items()}
+    sparse = {name: target for name, target in LLAMA_NAMES.items() if not target.startswith("mlp.")} | EXPERT_NAMES
+    granite_sparse = {name: target.replace("mlp.", "block_sparse_moe.") for name, target in sparse.items()}
     gpt2_modules = {
         "attn_norm": "ln_1",
         "attn_qkv": "attn.c_attn",
@@ -393,6 +462,13 @@ def _make_architectures() -> dict[str, GGUFArchitecture]:
         "granite": GGUFArchitecture(
             "granite", "GraniteForCausalLM", LLAMA_NAMES, interleaves_heads=True, make_config=_granite_config
         ),
+        "granitemoe": GGUFArchitecture(
+            "granitemoe",
+            "GraniteMoeForCausalLM",
+            granite_sparse | {"ffn_gate_inp": "block_sparse_moe.router"},
+            interleaves_heads=True,
+            make_config=lambda fields: _granite_config(fields) | _local_experts_config(fields),
+        ),
         "llama": GGUFArchitecture("llama", "LlamaForCausalLM", LLAMA_NAMES, interleaves_heads=True),
         "nemotron": GGUFArchitecture(
             "nemotron",
@@ -402,6 +478,12 @@ def _make_architectures() -> dict[str, GGUFArchitecture]:
             make_config=lambda fields: {"norm_eps": fields.require_float("attention.layer_norm_epsilon")},
         ),
         "olmo2": GGUFArchitecture("olmo2", "Olmo2ForCausalLM", post_norms, make_config=_olmo2_config),
+        "olmoe": GGUFArchitecture(
+            "olmoe",
+            "OlmoeForCausalLM",
+            sparse | HEAD_NORM_NAMES,
+            make_config=partial(_experts_config, normalizes_weights=False),
+        ),
         "phi2": GGUFArchitecture(
             "phi",
             "PhiForCausalLM",
@@ -415,7 +497,13 @@ def _make_architectures() -> dict[str, GGUFArchitecture]:
             make_config=_phi3_config,
         ),
         "qwen2": GGUFArchitecture("qwen2", "Qwen2ForCausalLM", LLAMA_NAMES),
+        "qwen2moe": GGUFArchitecture(
+            "qwen2_moe", "Qwen2MoeForCausalLM", sparse | SHARED_EXPERT_NAMES, make_config=_qwen2_moe_config
+        ),
         "qwen3": GGUFArchitecture("qwen3", "Qwen3ForCausalLM", llama_with_head_norms),
+        "qwen3moe": GGUFArchitecture(
+            "qwen3_moe", "Qwen3MoeForCausalLM", sparse | HEAD_NORM_NAMES, make_config=_qwen3_moe_config
+        ),
         "smollm3": GGUFArchitecture("smollm3", "SmolLM3ForCausalLM", LLAMA_NAMES, interleaves_heads=True),
         "stablelm": GGUFArchitecture(
             "stablelm", "StableLmForCausalLM", LLAMA_NAMES | row_norms, make_config=_stablelm_config
@@ -430,6 +518,20 @@ def _make_architectures() -> dict[str, GGUFArchitecture]:
 
 
 ARCHITECTURES = _make_architectures()
+# llama.cpp treats Mixtral as Llama, too.
+MIXTRAL = GGUFArchitecture(
+    "mixtral",
+    "MixtralForCausalLM",
+    {name: target for name, target in LLAMA_NAMES.items() if not target.startswith("mlp.")}
+    | {
+        "ffn_gate_inp": "mlp.gate",
+        "ffn_gate_exps": "mlp.experts.{expert}.w1",
+        "ffn_up_exps": "mlp.experts.{expert}.w3",
+        "ffn_down_exps": "mlp.experts.{expert}.w2",
+    },
+    interleaves_heads=True,
+    make_config=lambda fields: {"sliding_window": None} | _local_experts_config(fields),
+)
 # llama.cpp treats Mistral as Llama. Adapters name the architecture that they were trained on.
 MISTRAL_ARCHITECTURE = GGUFArchitecture(
     "mistral",

@@ -149,6 +149,8 @@ def _check_config(config: Any) -> None:
     """Reject invalid values that transformers accepts."""
     for field in POSITIVE_INT_FIELDS:
         value = getattr(config, field, None)
+        if field == "sliding_window" and value == 0 and not getattr(config, "use_sliding_window", True):
+            continue  # Qwen2-MoE in transformers
         if value is not None and not (isinstance(value, int) and value > 0):
             raise ConfigError(f"config field {field} must be a positive integer (got {value!r})")
     for field in EPSILON_FIELDS:

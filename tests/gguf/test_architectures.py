@@ -23,6 +23,7 @@ from tests.parity.variants import VARIANTS
 
 # Quantized rows consist of blocks of 32 weights.
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}
+EXPERT_SIZES = SIZES | {"moe_intermediate_size": 64}
 LLAMA3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("arcee-biases", SIZES),
@@ -37,19 +38,28 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-yarn": ("glm4-yarn", SIZES),
     "gpt2": ("gpt2", {"n_embd": 64}),
     "granite": ("granite", SIZES),
+    "granitemoe": ("granitemoe", SIZES),
     "llama": ("llama-gqa", SIZES),
     "llama-bias": ("llama-attention-bias", SIZES | {"mlp_bias": True, "tie_word_embeddings": True}),
     "llama-head-dim": ("llama-own-head-dim", SIZES),
     "llama-linear": ("llama-rope-linear", SIZES),
     "llama-llama3": ("llama-gqa", SIZES | {"head_dim": 64} | rope("llama3", **LLAMA3 | {"rope_theta": 500000.0})),
+    "mixtral": ("mixtral", SIZES),
     "nemotron": ("nemotron-biases", SIZES),
     "olmo2": ("olmo2", SIZES),
+    "olmoe": ("olmoe", SIZES),
     "phi2": ("phi", SIZES | {"num_key_value_heads": 4}),
     "phi3": ("phi3-window", SIZES),
     "phi3-longrope": ("phi3-longrope-beyond", {}),
     "phi3-partial": ("phi3-partial-rotary", SIZES),
     "qwen2": ("qwen2-bias", SIZES),
+    "qwen2moe": ("qwen2moe", EXPERT_SIZES | {"shared_expert_intermediate_size": 96, "norm_topk_prob": False}),
+    "qwen2moe-no-bias": (
+        "qwen2moe-no-bias",
+        EXPERT_SIZES | {"shared_expert_intermediate_size": 32, "norm_topk_prob": False},
+    ),
     "qwen3": ("qwen3-attention-bias", SIZES),
+    "qwen3moe": ("qwen3moe", EXPERT_SIZES),
     "smollm3": ("smollm3", SIZES | {"no_rope_layers": None, "num_hidden_layers": 5}),
     "stablelm": ("stablelm-bias", SIZES),
     "stablelm-norms": ("stablelm-head-norms", SIZES),
@@ -57,7 +67,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("starcoder2", SIZES),
 }
 # transformers ignores config fields of the other cases, or does not read their architecture.
-READ_BY_TRANSFORMERS = ("gpt2", "llama", "llama-head-dim", "qwen2", "starcoder2")
+READ_BY_TRANSFORMERS = ("gpt2", "llama", "llama-head-dim", "qwen2", "qwen3moe", "starcoder2")
 PROMPT = [(7 * place * place + 3) % VOCAB for place in range(23)]
 TOLERANCE = 1e-4
 

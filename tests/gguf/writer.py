@@ -19,8 +19,18 @@ from gguf import GGMLQuantizationType as Type
 
 from tests.gguf.blocks import random_blocks
 
-ARCHITECTURES = {"cohere": "command-r", "gemma3_text": "gemma3", "mistral": "llama", "phi": "phi2"}
-INTERLEAVED = ("arcee", "granite", "llama", "mistral", "smollm3")
+ARCHITECTURES = {
+    "cohere": "command-r",
+    "gemma3_text": "gemma3",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "phi": "phi2",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+}
+# Names that the `gguf` package does not know, and names of the same tensors that it knows.
+GRANITE_NAMES = (("block_sparse_moe.experts", "mlp.experts"), ("block_sparse_moe.router", "mlp.gate"))
+INTERLEAVED = ("arcee", "granite", "granitemoe", "llama", "mistral", "mixtral", "smollm3")
 SHIFTED_NORMS = ("gemma", "gemma2", "gemma3_text", "nemotron")
 # Types that the `gguf` package can quantize to.
 TYPES = (Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.F16, Type.BF16)
@@ -57,13 +67,14 @@ def write_model(
         write_tokens(writer)
     for key, value in metadata.items():
         writer.add_string(key, value)
-    tensors = dict(model.state_dict())
+    tensors = split_experts(model.state_dict())
     if config.tie_word_embeddings:
         tensors.pop("lm_head.weight")
     for name, parts in to_gguf_names(config, tensors).items():
         values = np.stack([convert(config, part, tensors[part].numpy()) for part in parts])
         values = values if len(parts) > 1 else values[0]
-        kind = Type.F32 if values.ndim == 1 or "norm" in name else choose_type(name)
+        is_float = values.ndim == 1 or "norm" in name or "gate_inp" in name
+        kind = Type.F32 if is_float else choose_type(name)
         if kind in (Type.F32, *TYPES):
             data = gguf.quants.quantize(values, kind)
         else:
@@ -99,6 +110,21 @@ def save(writer: gguf.GGUFWriter) -> None:
 # --- Tensors ---
 
 
+def split_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the same tensors, with gate and up matrices of experts separate. They are views."""
+    split: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        layer, is_expert, matrix = name.partition(".experts.")
+        if not is_expert:
+            split[name] = tensor
+        elif matrix == "gate_up_proj":
+            gate, up = tensor.chunk(2, dim=1)
+            split |= {f"{layer}.experts.gate_proj.weight": gate, f"{layer}.experts.up_proj.weight": up}
+        else:
+            split[f"{layer}.experts.{matrix}.weight"] = tensor
+    return split
+
+
 def to_gguf_names(config: Any, tensors: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return the tensors in transformers for each tensor in the file: one, or all rows of a stacked norm."""
     arch = ARCHITECTURES.get(config.model_type, config.model_type)
@@ -109,6 +135,8 @@ def to_gguf_names(config: Any, tensors: Mapping[str, Any]) -> dict[str, list[str
         stem, _, suffix = name.rpartition(".")
         if "layernorm.norms." in stem:
             stem = stem.partition(".norms.")[0]
+        for new, old in GRANITE_NAMES:
+            stem = stem.replace(new, old)
         target = names.get_name(stem)
         assert target is not None, name
         result.setdefault(f"{target}.{suffix}", []).append(name)
@@ -123,6 +151,8 @@ def convert(config: Any, name: str, values: Array) -> Array:
         return values.reshape(shape).swapaxes(1, 2).reshape(values.shape)
     if config.model_type in SHIFTED_NORMS and name.endswith("norm.weight"):
         return values + 1
+    if "shared_expert_gate" in name:
+        return values[0]
     return values.T if is_transposed(config, name) else values
 
 
@@ -134,6 +164,8 @@ def revert(config: Any, name: str, values: Array) -> Array:
         return values.reshape(shape).swapaxes(1, 2).reshape(values.shape)
     if config.model_type in SHIFTED_NORMS and name.endswith("norm.weight"):
         return values - 1
+    if "shared_expert_gate" in name:
+        return values[None]
     return values.T if is_transposed(config, name) else values
 
 
@@ -185,6 +217,11 @@ def write_config(writer: gguf.GGUFWriter, config: Any) -> None:
         "attention_multiplier": writer.add_attention_scale,
         "embedding_multiplier": writer.add_embedding_scale,
         "residual_multiplier": writer.add_residual_scale,
+        "num_experts": writer.add_expert_count,
+        "num_local_experts": writer.add_expert_count,
+        "num_experts_per_tok": writer.add_expert_used_count,
+        "moe_intermediate_size": writer.add_expert_feed_forward_length,
+        "shared_expert_intermediate_size": writer.add_expert_shared_feed_forward_length,
     }
     for name, add in fields.items():
         if get(name) is not None:
