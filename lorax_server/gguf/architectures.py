@@ -122,7 +122,7 @@ def find_architecture(file: GGUFFile) -> GGUFArchitecture:
         raise UnsupportedModelError(
             f"{file.path}: GGUF architecture {name!r} is not supported; use one of {', '.join(sorted(ARCHITECTURES))}"
         )
-    if name == "llama" and file.get("llama.expert_count", int):
+    if name == "llama" and "blk.0.ffn_gate_inp.weight" in file.tensors:
         return MIXTRAL
     if name == "llama" and "mistral" in (file.get("general.name", str) or "").lower():
         return MISTRAL_ARCHITECTURE

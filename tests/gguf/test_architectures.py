@@ -152,6 +152,15 @@ def test_unknown_tensors_are_rejected(name: str, tmp_path: Path) -> None:
         find_model_folder(tmp_path / "model.gguf")
 
 
+@pytest.mark.parametrize("count", [1, 5, 7, 2**31 - 1])
+def test_unexpected_number_of_experts_is_rejected(count: int, tmp_path: Path) -> None:
+    oracle = make_oracle("qwen3moe")
+    oracle.config.num_experts = count
+    writer.write_model(tmp_path / "model.gguf", oracle)
+    with pytest.raises(WeightsError, match=rf"ffn_\w+_exps\.weight' has shape \(6, .*, expected {count} matrices"):
+        find_model_folder(tmp_path / "model.gguf")
+
+
 def test_unused_tensors_are_rejected(tmp_path: Path) -> None:
     writer.write_model(tmp_path / "model.gguf", make_oracle("llama"), extra={"blk.0.attn_output.bias": torch.ones(64)})
     with pytest.raises(WeightsError, match=r"the model does not support tensor 'model.layers.0.self_attn.o_proj.bias'"):

@@ -20,7 +20,7 @@ from lorax_server.layers.targets import collect_adapter_targets
 from lorax_server.models.registry import get_model
 from lorax_server.worker.memory import find_weight_format, model_bytes
 from tests.gguf import writer
-from tests.gguf.test_architectures import CASES, PROMPT, SIZES, TOLERANCE, make_oracle, prefill, serve
+from tests.gguf.test_architectures import CASES, EXPERT_SIZES, PROMPT, SIZES, TOLERANCE, make_oracle, prefill, serve
 from tests.lora import make_arena, random_factors, save_adapter
 from tests.paged import PagedDriver
 from tests.parity.adapters.cases import randomize
@@ -40,10 +40,15 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "kasa": {"target_modules": ATTENTION, "kasa_config": {}},
 }
 PLACES = {"tied": "llama-bias", "untied": "llama"}
+EXPERTS = {
+    "target_modules": [*ATTENTION, "gate"],
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+}
 K_TYPES = (Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_NL, Type.IQ4_XS, Type.Q8_0)
 CASES |= {
     "k-types": ("llama-gqa", {"hidden_size": 256, "intermediate_size": 512}),
     "ranks": ("llama-gqa", SIZES | {"intermediate_size": 128}),
+    "ranks-experts": ("qwen3moe", EXPERT_SIZES),
     "ranks-fused": ("phi3", SIZES | {"intermediate_size": 128}),
     "ranks-interleaved": ("cohere-head-norm", SIZES | {"intermediate_size": 128}),
 }
@@ -65,15 +70,24 @@ def make_config(**fields: Any) -> LoraConfig:
 @pytest.mark.parametrize("head", PLACES)
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_adapter_on_quantized_model_matches_peft(name: str, head: str, tmp_path: Path) -> None:
-    oracle = make_oracle(PLACES[head])
+    check_adapter(PLACES[head], ADAPTERS[name], tmp_path)
+
+
+@pytest.mark.parametrize("case", ["mixtral", "qwen3moe"])
+def test_adapter_on_experts_of_quantized_model_matches_peft(case: str, tmp_path: Path) -> None:
+    check_adapter(case, EXPERTS, tmp_path)
+
+
+def check_adapter(case: str, config: dict[str, Any], tmp_path: Path) -> None:
+    oracle = make_oracle(case)
     writer.write_model(tmp_path / "model.gguf", oracle, writer.mixed_types)
     plain = oracle_logits(oracle, PROMPT, len(PROMPT), {})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT warns about tied embeddings
-        trained = get_peft_model(oracle, make_config(**ADAPTERS[name]))
+        trained = get_peft_model(oracle, make_config(**config))
         randomize(trained)
         save_adapter(trained, tmp_path / "adapter")
-        oracle = make_oracle(PLACES[head])
+        oracle = make_oracle(case)
         writer.write_model(tmp_path / "model.gguf", oracle, writer.mixed_types)
         adapted = PeftModel.from_pretrained(oracle, tmp_path / "adapter").eval().get_base_model()
     driver = serve(tmp_path / "model.gguf")
@@ -118,7 +132,7 @@ def run_rank(group: ProcessGroup, folder: str) -> torch.Tensor:
     return torch.cat(driver.forward(feeds, arena))
 
 
-@pytest.mark.parametrize("case", ["ranks", "ranks-fused", "ranks-interleaved"])
+@pytest.mark.parametrize("case", ["ranks", "ranks-experts", "ranks-fused", "ranks-interleaved"])
 def test_two_ranks_match_single_rank(case: str, tmp_path: Path, ranks: RankPool) -> None:
     from lorax_server.distributed import FakeGroup
 

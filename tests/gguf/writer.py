@@ -152,7 +152,8 @@ def convert(config: Any, name: str, values: Array) -> Array:
     if config.model_type in SHIFTED_NORMS and name.endswith("norm.weight"):
         return values + 1
     if "shared_expert_gate" in name:
-        return values[0]
+        row: Array = values[0]
+        return row
     return values.T if is_transposed(config, name) else values
 
 

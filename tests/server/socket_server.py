@@ -36,6 +36,9 @@ class ClientConnection:
         return host, port
 
     async def send(self, data: bytes) -> None:
+        """Send data. Raise ConnectionError if the server has closed the connection; uvloop would raise RuntimeError."""
+        if self._writer.is_closing():
+            raise ConnectionResetError("the connection is closed")
         self._writer.write(data)
         await self._writer.drain()
 
