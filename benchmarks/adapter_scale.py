@@ -26,7 +26,7 @@ from lorax_server.build import build_engine
 from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
 from lorax_server.engine.engine import Engine
 from lorax_server.process_tuning import set_gil_switch_interval
-from lorax_server.types import AdapterRef, EngineStatus, Request, Resolved, SamplingParams, StopParams
+from lorax_server.types import AdapterRef, EngineStatus, Request, ResolvedAdapter, SamplingParams, StopParams
 
 MANY, FEW, PLACES = 2000, 16, 64
 REQUESTS, MAX_CONCURRENCY = 4000, 32
@@ -118,7 +118,7 @@ def measure(folder: Path, num_adapters: int) -> Run:
     engine = make_engine(folder)
     run, stop = Run(), StopParams(max_new_tokens=ANSWER)
     came: dict[int, float] = {}
-    resolving: dict[int, Future[Resolved]] = {}
+    resolving: dict[int, Future[ResolvedAdapter]] = {}
     next_id = num_done = 0
     start = time.perf_counter()
     while num_done < REQUESTS:

@@ -26,7 +26,7 @@ from lorax_server.engine.engine import Engine
 from lorax_server.engine.remote import messages
 from lorax_server.engine.remote.channel import EngineChannel
 from lorax_server.kernels import select_ops
-from lorax_server.plan import Capabilities, Prepared
+from lorax_server.plan import Capabilities, PrepareResult
 from lorax_server.types import Request, SamplingParams, StopParams
 from lorax_server.worker.adapter_memory import AdapterMemory
 from lorax_server.worker.runner import PagedRunner
@@ -72,15 +72,15 @@ class ReadyPreparer:
 
     def __init__(self) -> None:
         self.notify = lambda: None
-        self.results: list[Prepared] = []
+        self.results: list[PrepareResult] = []
 
     def enqueue(self, spec: AdapterSpec) -> None:
-        self.results.append(Prepared(spec.identity, 1, 256, LARGE_VOCAB))
+        self.results.append(PrepareResult(spec.identity, 1, 256, LARGE_VOCAB))
 
     def get(self, identity: str) -> HostAdapter:
         return HostAdapter(torch.zeros(64), empty_table(0), torch.zeros(0), LARGE_VOCAB, 1)
 
-    def pop_results(self) -> list[Prepared]:
+    def pop_results(self) -> list[PrepareResult]:
         taken, self.results = self.results, []
         return taken
 

@@ -10,7 +10,7 @@ from functools import cache, partial
 from typing import NamedTuple
 
 from lorax_server.config import EngineConfig, ServerConfig
-from lorax_server.engine.remote.process import connected, serve
+from lorax_server.engine.remote.process import open_channel, serve
 from lorax_server.engine.remote.remote_engine import RemoteEngine
 from lorax_server.pooling import read_pooling
 from lorax_server.process_tuning import (
@@ -70,7 +70,7 @@ def run_engine(logs: LogFormat | None, config: EngineConfig, address: str) -> No
         configure_logging(logs.level, logs.is_json)
     limit_malloc_arenas()
     set_gil_switch_interval()
-    with connected(address) as channel, ThreadPoolExecutor(1) as thread:
+    with open_channel(address) as channel, ThreadPoolExecutor(1) as thread:
         make_vocabulary = cache(partial(build_vocabulary, config.model.path))
         generates = read_pooling(config.model) is None
         engine = build_engine(config, on_rank_exit=channel.report, make_vocabulary=make_vocabulary)

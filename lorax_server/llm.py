@@ -57,7 +57,7 @@ from lorax_server.types import (
     EngineStatus,
     Pooled,
     Request,
-    Resolved,
+    ResolvedAdapter,
     SamplingParams,
     StopParams,
     Structure,
@@ -70,7 +70,7 @@ class _Update(NamedTuple):
     """The weights that replace an adapter."""
 
     spec: AdapterSpec
-    resolved: Resolved
+    resolved: ResolvedAdapter
 
 
 class LLM:
@@ -290,7 +290,7 @@ class LLM:
             for text, adapter_id, resolved in zip(
                 texts, adapter_ids, self._resolve_all(adapter_ids, "raise"), strict=True
             ):
-                assert isinstance(resolved, Resolved)
+                assert isinstance(resolved, ResolvedAdapter)
                 tokenizer = self._tokenizers.find(resolved)
                 if isinstance(text, str | tuple):
                     (encoded,) = results.encode_inputs(tokenizer, [text], config, limit, truncate)
@@ -339,7 +339,7 @@ class LLM:
         except AdapterNotFoundError:
             if config is None:
                 raise
-            present = Resolved("")
+            present = ResolvedAdapter("")
         with self._lock_engine():
             before = self._engine.find_spec(present.identity) if config is None else None
         parsed = before.checkpoints[0].config if before is not None else parse_peft_config(config, adapter_id)
@@ -402,7 +402,7 @@ class LLM:
     def _make_generation(
         self,
         prompt: Prompt,
-        resolved: Resolved | LoraxError,
+        resolved: ResolvedAdapter | LoraxError,
         params: SamplingParams | None,
         stop: StopParams | None,
         structure: Structure | None,
@@ -515,12 +515,12 @@ class LLM:
 
     # --- Adapters and text --------------------------------------------------------------------------------------------
 
-    def _resolve_all(self, adapter_ids: Sequence[str | None], on_error: str) -> list[Resolved | LoraxError]:
+    def _resolve_all(self, adapter_ids: Sequence[str | None], on_error: str) -> list[ResolvedAdapter | LoraxError]:
         """Resolve the adapters concurrently. Return one result or error per adapter ID."""
         futures = {
             adapter_id: self._resolve(adapter_id) for adapter_id in dict.fromkeys(adapter_ids) if adapter_id is not None
         }
-        resolved: dict[str | None, Resolved | LoraxError] = {None: Resolved("")}
+        resolved: dict[str | None, ResolvedAdapter | LoraxError] = {None: ResolvedAdapter("")}
         for adapter_id, future in futures.items():
             try:
                 resolved[adapter_id] = self._wait_for(future)
@@ -530,7 +530,7 @@ class LLM:
                 resolved[adapter_id] = error
         return [resolved[adapter_id] for adapter_id in adapter_ids]
 
-    def _resolve(self, adapter_id: str) -> "Future[Resolved]":
+    def _resolve(self, adapter_id: str) -> "Future[ResolvedAdapter]":
         """Resolve an adapter ID, and return a future. Adapter errors are set on the future."""
         if (update := self._updates.get(adapter_id)) is not None:
             with self._lock_engine():

@@ -19,14 +19,14 @@ Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class Prepare:
-    """Worker operation: prepare an adapter in host memory. `Prepared` reports the result."""
+class PrepareOp:
+    """Worker operation: prepare an adapter in host memory. `PrepareResult` reports the result."""
 
     spec: AdapterSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadOp:
     """Worker operation: copy a prepared adapter to the device."""
 
     identity: str
@@ -35,7 +35,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class MoveOp:
     """Worker operation: move an adapter to a lower position in the device buffer."""
 
     index: int
@@ -44,25 +44,25 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Unload:
+class UnloadOp:
     """Worker operation: free an adapter index. Later steps do not use the index until another adapter is loaded."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
+class DropOp:
     """Worker operation: drop a prepared adapter from host memory."""
 
     identity: str
 
 
-AdapterOp = Prepare | Load | Move | Unload | Drop
+AdapterOp = PrepareOp | LoadOp | MoveOp | UnloadOp | DropOp
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """The result of `Prepare` on all ranks, with the adapter sizes or the error."""
+class PrepareResult:
+    """The result of `PrepareOp` on all ranks, with the adapter sizes or the error."""
 
     identity: str
     units: int = 0  # size in the device buffer
@@ -163,13 +163,13 @@ class RopeRule:
     """A rule for choosing the RoPE scaling by prompt length."""
 
     unscaled_length: int | None = None  # prompts up to this length are not scaled; None if no prompt is scaled
-    by_length: bool = False  # True if each longer prompt length has different angles
+    depends_on_length: bool = False  # True if each longer prompt length has different angles
 
     def variant(self, prompt_length: int) -> str:
         """Return an ID for the RoPE angles of a prompt. Sequences share KV blocks only if their IDs are equal."""
         if self.unscaled_length is None or prompt_length <= self.unscaled_length:
             return ""
-        return str(prompt_length) if self.by_length else "long"
+        return str(prompt_length) if self.depends_on_length else "long"
 
 
 @dataclass(frozen=True)

@@ -209,7 +209,7 @@ class Output(NamedTuple):
     tokens: tuple[SampledToken, ...] = ()  # empty for a failure; several tokens if tokens are forced
     finish_reason: FinishReason | None = None  # set with the last token
     failure: Failure | None = None
-    started: StartInfo | None = None  # set with the first token, like the next two fields
+    start_info: StartInfo | None = None  # set with the first token, like the next two fields
     prompt_logprobs: list[float] | None = None  # from the second prompt token on
     prompt_alternatives: list[Alternatives] | None = None  # at the same positions
     pooled: Pooled | None = None  # the whole result of a model without text generation
@@ -360,7 +360,7 @@ class AdapterState(NamedTuple):
     error: str | None = None
 
 
-class Resolved(NamedTuple):
+class ResolvedAdapter(NamedTuple):
     """The result of resolving an adapter name: the adapter identity and its tokenizer files."""
 
     identity: str

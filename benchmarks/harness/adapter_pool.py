@@ -16,7 +16,7 @@ from lorax_server.distributed import FakeGroup
 from lorax_server.kernels import Field
 from lorax_server.layers.targets import collect_adapter_targets
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
-from lorax_server.plan import Load, Prepared, StepPlan, StepResult
+from lorax_server.plan import LoadOp, PrepareResult, StepPlan, StepResult
 from lorax_server.worker.preparer import Preparer
 from lorax_server.worker.worker import Worker
 
@@ -35,7 +35,7 @@ class HostPool(Preparer):
             return super().enqueue(spec)
         with self._added:
             self._ready[spec.identity] = host
-        self._results.append(Prepared(spec.identity, host.units, host.buffer.nbytes, host.vocab_size))
+        self._results.append(PrepareResult(spec.identity, host.units, host.buffer.nbytes, host.vocab_size))
         return self.notify()
 
 
@@ -88,7 +88,7 @@ class StepRecorder:
         return getattr(self.worker, name)
 
     def submit(self, plan: StepPlan) -> None:
-        self._loading.update(op.index for op in plan.adapter_ops if isinstance(op, Load))
+        self._loading.update(op.index for op in plan.adapter_ops if isinstance(op, LoadOp))
         is_loading = self._loading.total() > 0
         for step in self.steps[self.num_finished :]:
             step.is_loading |= is_loading

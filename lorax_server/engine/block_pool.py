@@ -28,9 +28,9 @@ def adapter_hash(before: bytes, identity: str, start: int) -> bytes:
     return root_hash(before.hex(), identity, str(start))
 
 
-def chain_hash(before: bytes, token_ids: Sequence[int]) -> bytes:
-    """Return a full block's hash. `before` is the hash of the previous block, or the root hash for the first block."""
-    return sha256(before + array("q", token_ids).tobytes()).digest()
+def chain_hash(parent_hash: bytes, token_ids: Sequence[int]) -> bytes:
+    """Return the hash of a full block. `parent_hash` is the previous block's hash, or the root hash."""
+    return sha256(parent_hash + array("q", token_ids).tobytes()).digest()
 
 
 class BlockPool:

@@ -17,11 +17,20 @@ from lorax_server.engine.block_pool import BlockPool
 from lorax_server.engine.scheduler import Scheduler
 from lorax_server.engine.step_builder import SubmittedStep
 from lorax_server.errors import AdapterError, EngineError, LoraxError, NotSupportedError
-from lorax_server.plan import Capabilities, Prepared, StepMasks, StepPlan, StepResult
+from lorax_server.plan import Capabilities, PrepareResult, StepMasks, StepPlan, StepResult
 from lorax_server.structured_output.manager import StructuredOutput
 from lorax_server.structured_output.matcher import GrammarState
 from lorax_server.structured_output.vocabulary import TokenMask
-from lorax_server.types import AdapterRef, AdapterStage, AdapterState, EngineStatus, Merge, Output, Request, Resolved
+from lorax_server.types import (
+    AdapterRef,
+    AdapterStage,
+    AdapterState,
+    EngineStatus,
+    Merge,
+    Output,
+    Request,
+    ResolvedAdapter,
+)
 
 MASK_WAIT_S = 0.005  # maximum wait for late token masks if other sequences in the batch are ready
 BLOCKED_MASK_WAIT_S = 0.05  # maximum wait for late token masks if no other sequence in the batch is ready
@@ -48,7 +57,7 @@ class Executor(Protocol):
     def collect(self) -> StepResult:
         """Wait for the oldest step in flight and return its result."""
 
-    def pop_prepared(self) -> list[Prepared]: ...
+    def pop_prepared(self) -> list[PrepareResult]: ...
 
     def pop_loaded(self) -> list[int]:
         """Return the indices of loaded adapters that no step result has reported yet."""
@@ -113,12 +122,12 @@ class Engine:
         """Return True if any request is unfinished, including requests waiting for an adapter."""
         return self._scheduler.has_work
 
-    def resolve(self, refs: Sequence[AdapterRef], merge: Merge | None = None) -> "Future[Resolved]":
+    def resolve(self, refs: Sequence[AdapterRef], merge: Merge | None = None) -> "Future[ResolvedAdapter]":
         """Resolve adapter names to an identity, and start to prepare the adapter.
 
         The future completes on the resolver's thread. The other methods accept the identity after that.
         """
-        future: Future[Resolved] = Future()
+        future: Future[ResolvedAdapter] = Future()
         self._resolver.resolve(refs, merge).add_done_callback(lambda done: self._settle_resolve(done, future))
         return future
 
@@ -199,16 +208,16 @@ class Engine:
         self._process_adapter_events()
         self._process_grammar_events()
         plan = self._scheduler.schedule()
-        outputs = self._take_failed()
+        outputs = self._pop_failed()
         if plan is not None:
             problem = self._executor.submit(plan)
             if problem is None and plan.is_masked:
                 while len(self._scheduler.in_flight) > 1:  # masks depend on all previous tokens
                     outputs += self._collect()
-                problem = self._mask()
+                problem = self._submit_masks()
             if problem is not None:
                 self._scheduler.rollback(problem)
-                outputs += self._take_failed()
+                outputs += self._pop_failed()
         num_in_flight = len(self._scheduler.in_flight)
         if num_in_flight and (plan is None or num_in_flight >= self.capabilities.max_steps_in_flight):
             outputs += self._collect()
@@ -248,7 +257,9 @@ class Engine:
         for identity in list(self._loads):
             self._settle_loads(identity, EngineError("the engine is stopped"))
 
-    def _settle_resolve(self, done: "Future[tuple[AdapterSpec, Resolved]]", future: "Future[Resolved]") -> None:
+    def _settle_resolve(
+        self, done: "Future[tuple[AdapterSpec, ResolvedAdapter]]", future: "Future[ResolvedAdapter]"
+    ) -> None:
         """Complete `future` on the resolver's thread, after queueing the adapter for registration.
 
         The engine thread registers the adapter, because only that thread may change the table.
@@ -288,9 +299,9 @@ class Engine:
     def _process_adapter_events(self) -> None:
         self._register_resolved()
         for prepared in self._executor.pop_prepared():
-            self._table.prepared(prepared)
+            self._table.process_prepared(prepared)
         if self._table.is_loading and not self._scheduler.in_flight:  # step results also report finished loads
-            self._table.loaded(self._executor.pop_loaded())
+            self._table.process_loaded(self._executor.pop_loaded())
         self._table.advance()
         for identity in self._table.pop_loaded():
             self._scheduler.queues.adapter_loaded(identity)
@@ -310,7 +321,7 @@ class Engine:
             else:
                 self._scheduler.fail(request_id, error)
 
-    def _take_failed(self) -> list[Output]:
+    def _pop_failed(self) -> list[Output]:
         failed = self._scheduler.pop_failed()
         self._release_grammars(failed)
         return failed
@@ -322,7 +333,7 @@ class Engine:
                 if output.finish_reason is not None or output.failure is not None:
                     self._structured_output.finish(output.request_id)
 
-    def _mask(self) -> LoraxError | None:
+    def _submit_masks(self) -> LoraxError | None:
         """Sample the last step with its token masks. Return an error if the device runs out of memory.
 
         Sampling is deferred for sequences whose mask is late.

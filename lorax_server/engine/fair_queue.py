@@ -30,9 +30,9 @@ class _ServedTokens:
         least = min([self.served[other] for other in waiting], default=0.0)
         self.served[name] = max(self.served.get(name, 0.0), self._start, least)
 
-    def charge(self, name: str, amount: float, rise: float, waiting: Collection[str]) -> None:
-        """Add `amount` to a name's count, and `rise` to the initial count of new names."""
-        self._start += rise
+    def charge(self, name: str, amount: float, initial_increase: float, waiting: Collection[str]) -> None:
+        """Add `amount` to a name's count, and `initial_increase` to the initial count of new names."""
+        self._start += initial_increase
         if name in self.served:
             self.served[name] += amount
             return
@@ -118,7 +118,7 @@ class FairQueue:
 
     def __init__(self, weights: Mapping[str, float] | None = None, num_slots: int = 1) -> None:
         self._weights = weights or {}
-        self._most_weight = max([1.0, *self._weights.values()])
+        self._max_weight = max([1.0, *self._weights.values()])
         self._num_slots = num_slots
         self._served_tokens = _ServedTokens()
         self._active: dict[str, _Tenant] = {}  # tenants with running or waiting sequences
@@ -157,7 +157,7 @@ class FairQueue:
     @property
     def num_missing_slots(self) -> int:
         """Return how many more slots the waiting tenants need to reach their shares."""
-        if self._num_slots * self._most_weight < self._total_weight:
+        if self._num_slots * self._max_weight < self._total_weight:
             return 0  # every share is less than one slot
         return sum(
             min(tenant.num_waiting, max(0, self.slot_share(name) - tenant.num_slots))

@@ -35,7 +35,7 @@ class KvCache:
         block_size, num_blocks = self._pool.block_size, 0
         if self._can_reuse and sequence.prompt_logprobs is None:
             num_blocks = (len(sequence.token_ids) - 1) // block_size
-        sequence.blocks = self._pool.reuse(sequence.hashes(block_size)[:num_blocks])
+        sequence.blocks = self._pool.reuse(sequence.block_hashes(block_size)[:num_blocks])
         sequence.num_published = len(sequence.blocks)
         sequence.num_computed = sequence.capacity = len(sequence.blocks) * block_size
 
@@ -44,7 +44,11 @@ class KvCache:
         if not self._can_reuse or sequence.prompt_logprobs is not None or leader.is_mixed:
             return 0
         first, last = len(sequence.blocks), (len(sequence.token_ids) - 1) // self.block_size
-        pairs = zip(leader.hashes(self.block_size)[first:], sequence.hashes(self.block_size)[first:last], strict=False)
+        pairs = zip(
+            leader.block_hashes(self.block_size)[first:],
+            sequence.block_hashes(self.block_size)[first:last],
+            strict=False,
+        )
         return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def count_base_tokens(self, sequence: Sequence) -> int:
@@ -72,7 +76,7 @@ class KvCache:
             if sequence.is_mixed:
                 continue
             num_full = min(sequence.num_computed, len(sequence.token_ids)) // block_size
-            hashes = sequence.hashes(block_size)
+            hashes = sequence.block_hashes(block_size)
             for index in range(num_published, num_full):
                 self._pool.publish(sequence.blocks[index], hashes[index])
             sequence.num_published = max(num_published, num_full)

@@ -177,13 +177,13 @@ class Scheduler:
                 (forced if sequence.has_forced_tokens else long).append(sequence)
         num_single = len(builder.sequences)
         self._decode_batch = builder.reuse_or_build(self._waiting.version, self._decode_batch)
-        self._waiting.charge(self._decode_batch.sums)
+        self._waiting.charge(self._decode_batch.tokens_by_fairness_key)
         for sequence, draft in drafts.items():
             self._schedule_draft(builder, sequence, draft)
         if builder.sequences:  # limit prompt tokens, which delay the next decode tokens
-            builder.budget = min(builder.budget, self.limits.max_mixed_tokens or builder.budget)
+            builder.token_budget = min(builder.token_budget, self.limits.max_mixed_tokens or builder.token_budget)
         is_short_of_blocks = False  # a running sequence needs blocks, so admit no new sequences
-        reserve = builder.budget // 2 if long and self._must_reserve_tokens() else 0
+        reserve = builder.token_budget // 2 if long and self._must_reserve_tokens() else 0
         for sequence in forced + long:
             num_tokens = sequence.num_uncomputed
             count = builder.chunk_size(sequence, reserve)
@@ -191,7 +191,7 @@ class Scheduler:
                 is_short_of_blocks = True
         if len(builder.sequences) > num_single:
             self._waiting.charge(builder.sum_tokens(num_single))
-        while not is_short_of_blocks and builder.budget > 0 and self._free_slots and self._admit(builder):
+        while not is_short_of_blocks and builder.token_budget > 0 and self._free_slots and self._admit(builder):
             pass
         if not builder.sequences and not self._adapters.needs_step:
             return None
@@ -206,7 +206,7 @@ class Scheduler:
         if self._drafter is not None and done.is_decode:
             num_sequences = len(done.sampled)
             self._drafter.record_step(num_sequences, done.num_tokens - num_sequences, seconds)
-        self._adapters.completed(result.step, result.loaded)
+        self._adapters.complete_step(result.step, result.loaded)
         for index, ((sequence, start), logprobs) in enumerate(
             zip(done.scored_prompts, result.prompt_logprobs, strict=True)
         ):
@@ -219,7 +219,7 @@ class Scheduler:
             rows, num_drafted = done.find_accepted(number, result), sampled.num_drafts
             if num_drafted:
                 self._settle_draft(sampled, len(done.drafts[number]), len(rows) - 1)
-            if not sampled.finished:
+            if not sampled.is_finished:
                 tokens = tuple(
                     [
                         SampledToken(
@@ -277,7 +277,7 @@ class Scheduler:
         elif sequence.slot is None:
             self.queues.unblock(sequence)
         output = Output(request_id, tokens, reason)
-        return output if sequence.started is None else sequence.attach_start_report(output)
+        return output if sequence.start_info is None else sequence.attach_start_info(output)
 
     # --- Scheduling ---------------------------------------------------------------------------------------------------
 
@@ -447,7 +447,7 @@ class Scheduler:
         if not sequence.has_started:
             sequence.has_started = True
             queue_s = self._clock() - sequence.arrived_at
-            sequence.started = StartInfo(queue_s, sequence.adapter_wait_s, sequence.num_computed)
+            sequence.start_info = StartInfo(queue_s, sequence.adapter_wait_s, sequence.num_computed)
             self._backlog.num_tokens -= sequence.expected_tokens
             self._adapters.start_request(identity)
         self._adapters.acquire(identity)
@@ -481,7 +481,7 @@ class Scheduler:
         self._remove_request(sequence)
 
     def _remove_request(self, sequence: Sequence) -> None:
-        sequence.finished = True
+        sequence.is_finished = True
         self._followers.pop(sequence, None)
         if self._drafter is not None and sequence.request.speculation:
             self._drafter.finish(sequence)

@@ -35,11 +35,11 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     capacity: int = 0  # tokens that fit into `blocks`
     has_started: bool = False  # was scheduled at least once
-    finished: bool = False
+    is_finished: bool = False
     arrived_at: float = 0.0
     adapter_wait_start: float | None = None  # set while the adapter is being loaded
     adapter_wait_s: float = 0.0  # total time spent waiting for the adapter, without the current wait
-    started: StartInfo | None = None  # reported with the first token
+    start_info: StartInfo | None = None  # reported with the first token
     expected_tokens: float = 0.0  # estimated prompt and completion tokens, at arrival
     prompt_logprobs: list[float] | None = field(init=False)  # from the second prompt token on; filled by prefill chunks
     prompt_alternatives: list[Alternatives] | None = field(init=False)  # at the same positions
@@ -70,12 +70,14 @@ class Sequence:
             assert self.prompt_alternatives is not None
             self.prompt_alternatives[start : start + len(alternatives)] = alternatives
 
-    def attach_start_report(self, output: Output) -> Output:
+    def attach_start_info(self, output: Output) -> Output:
         """Move the start information and the prompt log probabilities to the first output, and return the output."""
         output = output._replace(
-            started=self.started, prompt_logprobs=self.prompt_logprobs, prompt_alternatives=self.prompt_alternatives
+            start_info=self.start_info,
+            prompt_logprobs=self.prompt_logprobs,
+            prompt_alternatives=self.prompt_alternatives,
         )
-        self.started = self.prompt_logprobs = self.prompt_alternatives = None
+        self.start_info = self.prompt_logprobs = self.prompt_alternatives = None
         return output
 
     def switch_adapter(self, identity: str, start: int, kv_start: int) -> None:
@@ -149,7 +151,7 @@ class Sequence:
     def num_generated(self) -> int:
         return len(self.token_ids) - len(self.request.prompt_ids)
 
-    def hashes(self, block_size: int) -> list[bytes]:
+    def block_hashes(self, block_size: int) -> list[bytes]:
         """Return the hashes of all full blocks whose tokens are known."""
         while (start := len(self._hashes) * block_size) + block_size <= len(self.token_ids):
             before = self._hashes[-1] if self._hashes else root_hash(self.rope_variant, self.request.salt)

@@ -87,7 +87,7 @@ class SubmittedStep(NamedTuple):
         return [
             (number, sequence.request.request_id)
             for number, sequence in enumerate(self.sampled)
-            if sequence is not None and sequence.request.structure is not None and not sequence.finished
+            if sequence is not None and sequence.request.structure is not None and not sequence.is_finished
         ]
 
     def list_grammar_tokens(self, result: StepResult) -> list[tuple[int, int]]:
@@ -96,7 +96,7 @@ class SubmittedStep(NamedTuple):
             return []
         found = list[tuple[int, int]]()
         for number, sequence in enumerate(self.sampled):
-            if sequence is None or sequence.request.structure is None or sequence.finished:
+            if sequence is None or sequence.request.structure is None or sequence.is_finished:
                 continue
             rows = self.find_accepted(number, result)
             token_ids = result.token_ids[rows.start : rows.stop]
@@ -106,7 +106,7 @@ class SubmittedStep(NamedTuple):
 
     def count_unfinished(self) -> int:
         """Return the number of sampled sequences that are not finished."""
-        return sum(sequence is not None and not sequence.finished for sequence in self.sampled)
+        return sum(sequence is not None and not sequence.is_finished for sequence in self.sampled)
 
     def max_forced_tokens(self, number: int, num_sampled: int = 1) -> int:
         """Return how many forced tokens may follow the `num_sampled` tokens that a sequence samples in this step.
@@ -157,14 +157,14 @@ class CachedDecodeBatch(NamedTuple):
     version: int  # `FairQueue.version`, which changes with slot assignments and shares
     added: list[Sequence]  # in scheduling order
     columns: BatchColumns
-    sums: Mapping[tuple[str, str], int]  # number of tokens by tenant and adapter
+    tokens_by_fairness_key: Mapping[tuple[str, str], int]  # number of tokens by tenant and adapter
 
 
 @dataclass
 class StepBuilder:
     """Collects the sequences for one step, and the slot and block updates for the workers."""
 
-    budget: int  # tokens that can still be added
+    token_budget: int  # tokens that can still be added
     max_prefill_chunk_tokens: int | None = None  # maximum tokens per sequence
     can_chunk: bool = True
     sequences: list[Sequence] = field(default_factory=list)
@@ -189,7 +189,7 @@ class StepBuilder:
         self.sequences.append(sequence)
         self.counts.append(count)
         self.samples.append(samples)
-        self.budget -= count
+        self.token_budget -= count
         sequence.num_computed = start + count
         if samples:
             sequence.num_in_flight += 1
@@ -219,10 +219,10 @@ class StepBuilder:
         """
         num_tokens = sequence.num_uncomputed
         if not self.can_chunk:
-            return num_tokens if num_tokens <= self.budget or not self.sequences else 0
-        available = max(self.budget - reserve, min(self.budget, 1))
+            return num_tokens if num_tokens <= self.token_budget or not self.sequences else 0
+        available = max(self.token_budget - reserve, min(self.token_budget, 1))
         num_tokens = min(num_tokens, sequence.num_base_tokens or num_tokens)
-        return min(num_tokens, available, self.max_prefill_chunk_tokens or self.budget)
+        return min(num_tokens, available, self.max_prefill_chunk_tokens or self.token_budget)
 
     def reuse_or_build(self, version: int, cached: CachedDecodeBatch | None) -> CachedDecodeBatch:
         """Return the decode batch with all sequences added so far. Each sequence must have one token.

@@ -24,7 +24,7 @@ from lorax_server.server.adapter_name_index import MERGE_SOURCE
 from lorax_server.server.http.error_responses import OPENAI_PREFIX
 from lorax_server.server.service import Service
 from lorax_server.text.tokenizer import TextTokenizer
-from lorax_server.types import AdapterRef, Resolved
+from lorax_server.types import AdapterRef, ResolvedAdapter
 
 LOCAL_SOURCE = "local"  # needs no fetch
 FETCHED_TIER = "fetched"  # the adapter was fetched by this request
@@ -35,7 +35,7 @@ MAX_LABEL_CHARACTERS = 256  # labels of merged adapters are truncated to this le
 class ResolvedModel(NamedTuple):
     """A resolved adapter and its tokenizer. The base model has an empty identity."""
 
-    adapter: Resolved
+    adapter: ResolvedAdapter
     tokenizer: TextTokenizer
 
 
@@ -54,11 +54,11 @@ class AdapterLookup:
         self.version: int | None = None  # the version that was selected, for adapters with uploaded versions
         self.warnings: list[str] = []  # about adapters that are served, but may be for another base model
 
-    async def resolve(self, selection: ModelSelection) -> Resolved:
+    async def resolve(self, selection: ModelSelection) -> ResolvedAdapter:
         """Return the selected adapter, or a merge that is added to the index. Raise if the caller may not use it."""
         if not selection.refs:
             self._key.check_may_use_base()
-            return Resolved("")
+            return ResolvedAdapter("")
         for ref, allowed in zip(selection.refs, selection.access_keys, strict=True):
             await self.check_may_use(allowed, ref.source == HUB_SOURCE, selection.requested_source)
         refs, adapters = [], []
@@ -103,7 +103,7 @@ class AdapterLookup:
         """Return the error with similar adapter names appended to its message."""
         return await with_suggestions(error, name, source, self._service.model_names, self._key)
 
-    async def _resolve_one(self, ref: AdapterRef) -> tuple[AdapterRef, Resolved]:
+    async def _resolve_one(self, ref: AdapterRef) -> tuple[AdapterRef, ResolvedAdapter]:
         """Resolve an adapter. Return the result and the ref that was used, which may include the caller's token.
 
         New names are charged to the caller's quota unless a transient error occurs.
@@ -145,7 +145,7 @@ class AdapterLookup:
         if self._service.adapter_index.set_warning(name, warning) and warning is not None:
             logger.warning(warning)
 
-    async def _query_source(self, ref: AdapterRef) -> tuple[AdapterRef, Resolved]:
+    async def _query_source(self, ref: AdapterRef) -> tuple[AdapterRef, ResolvedAdapter]:
         """Resolve an adapter without the caller's bearer token, and retry with it only if the source requires a token.
 
         The hub returns 404 for private repositories that the server's token may not read.

@@ -24,7 +24,7 @@ class RemoteGeneration(Generation):
     def __init__(self, engine: RemoteEngine, request: Request, tokenizer: TextTokenizer) -> None:
         super().__init__(request, tokenizer.detokenizer)
         self.tokenizer = tokenizer
-        self.started: StartInfo | None = None
+        self.start_info: StartInfo | None = None
         self.submitted_at: float | None = None
         self.first_output_at: float | None = None
         self._direct_writer: DirectWriter | None = None
@@ -44,7 +44,7 @@ class RemoteGeneration(Generation):
             async with aclosing(self._engine.stream(self.request, self._try_direct_write)) as stream:
                 async for outputs in stream:
                     if self.first_output_at is None:
-                        self.first_output_at, self.started = time.monotonic(), outputs[0].started
+                        self.first_output_at, self.start_info = time.monotonic(), outputs[0].start_info
                     for output in outputs:
                         if not self.is_done:  # the engine does not know yet that a stop string matched
                             self.append_output(output)
@@ -82,7 +82,7 @@ def count_cached_tokens(generations: Sequence[RemoteGeneration]) -> int:
     """
     by_prompt: dict[tuple[int, str], int] = {}  # by `id`, because completions of one prompt share its token list
     for generation in generations:
-        cached = 0 if generation.started is None else generation.started.cached_tokens
+        cached = 0 if generation.start_info is None else generation.start_info.cached_tokens
         prompt = id(generation.request.prompt_ids), generation.request.adapter_identity
         by_prompt[prompt] = max(cached, by_prompt.get(prompt, 0))
     return sum(by_prompt.values())

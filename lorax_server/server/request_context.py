@@ -441,7 +441,7 @@ class RequestContext:
             record.text = "\n".join(generation.text for generation in generations)
         record.cached_tokens = count_cached_tokens(generations)
         for generation in generations:
-            started, submitted_at = generation.started, generation.submitted_at
+            started, submitted_at = generation.start_info, generation.submitted_at
             first_output_at = generation.first_output_at
             if started is not None and submitted_at is not None and first_output_at is not None:
                 record.queue_s, record.adapter_s = started.queue_s, started.adapter_s

@@ -16,7 +16,7 @@ from lorax_server.text.adapter_tokenizers import AdapterTokenizers, find_tokeniz
 from lorax_server.text.chat_template import RENDER_MODULE, RENDER_TASK, ChatTemplate, TemplateRenderer
 from lorax_server.text.tokenizer import TextTokenizer
 from lorax_server.threads import DaemonThreads
-from lorax_server.types import Resolved, Structure, TokenTable
+from lorax_server.types import ResolvedAdapter, Structure, TokenTable
 
 MAX_INLINE_CHARACTERS = 1000  # tokenizing fewer characters is faster than a thread switch
 LONG_TEXT_CHARACTERS = 2**16  # tokenizing longer texts is slow and needs hundreds of bytes per character
@@ -72,7 +72,7 @@ class Tokenizers:
             threads.close()
         await asyncio.to_thread(self._sandbox.close)
 
-    async def find(self, adapter: Resolved) -> TextTokenizer:
+    async def find(self, adapter: ResolvedAdapter) -> TextTokenizer:
         """Return the adapter's tokenizer, or the base model's if the adapter has no tokenizer files."""
         files = find_tokenizer_files(adapter)
         return self.base if files is None else self._adapters.get_cached(files) or await self._load_once(files)

@@ -14,7 +14,7 @@ from lorax_server.errors import AdapterError, ConfigError
 from lorax_server.files.tokenizer_folder import FolderKey, TokenizerFolder
 from lorax_server.sandbox.sandbox import Sandbox
 from lorax_server.text.tokenizer import TextTokenizer, load_own_tokenizer, share_base_tokenizer
-from lorax_server.types import Resolved
+from lorax_server.types import ResolvedAdapter
 
 MAX_SHARED_TOKENIZERS = 1024  # tokenizers with the base model's vocabulary
 MAX_SHARED_TEMPLATE_CHARACTERS = 2**16  # a tokenizer with larger templates counts as its own
@@ -26,7 +26,7 @@ FOLDER_PATH_PATTERN = re.compile(r"""(?<![^\s'"(=])/(?:[^\s/'":]+/)+""")  # the 
 logger = logging.getLogger(__name__)
 
 
-def find_tokenizer_files(adapter: Resolved) -> TokenizerFolder | None:
+def find_tokenizer_files(adapter: ResolvedAdapter) -> TokenizerFolder | None:
     """Return the tokenizer files that the adapter's source has listed, or None if the adapter has no tokenizer."""
     if adapter.folder is None or not adapter.tokenizer_files:
         return None
@@ -57,7 +57,7 @@ class AdapterTokenizers:
         self._own_tokenizers: LRUCache[FolderKey, TextTokenizer] = LRUCache(MAX_OWN_TOKENIZERS)
         self._failures: TTLCache[FolderKey, str] = TTLCache(MAX_FAILURES, FAILURE_TTL_S, timer=clock)
 
-    def find(self, adapter: Resolved) -> TextTokenizer:
+    def find(self, adapter: ResolvedAdapter) -> TextTokenizer:
         """Return the adapter's tokenizer, or the base model's tokenizer if the adapter has none. This may
         take seconds.
         """

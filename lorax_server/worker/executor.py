@@ -24,7 +24,7 @@ from lorax_server.config import EngineConfig
 from lorax_server.distributed import join_process_group
 from lorax_server.errors import ConfigError, EngineError, LoraxError
 from lorax_server.phases import Phases
-from lorax_server.plan import Capabilities, Prepared, StepMasks, StepPlan, StepResult
+from lorax_server.plan import Capabilities, PrepareResult, StepMasks, StepPlan, StepResult
 from lorax_server.pooling import read_pooling
 from lorax_server.process_tuning import limit_malloc_arenas, set_process_title, trim_malloc
 from lorax_server.worker.worker import Worker, build_worker
@@ -81,7 +81,7 @@ class TensorParallelExecutor:
     def on_event(self, notify: Callable[[], None]) -> None:
         self._worker.on_event(notify)
 
-    def pop_prepared(self) -> list[Prepared]:
+    def pop_prepared(self) -> list[PrepareResult]:
         return self._worker.pop_prepared()
 
     def pop_loaded(self) -> list[int]:

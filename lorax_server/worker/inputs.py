@@ -139,9 +139,9 @@ class StepTokens(NamedTuple):
         return self.layout.max_count == 1
 
 
-def build_step_tokens(plan: StepPlan, known: StepLayout | None = None) -> StepTokens:
-    """Return the slots and positions of a step's tokens. The layout `known` is reused if it fits this step."""
-    layout = known
+def build_step_tokens(plan: StepPlan, cached_layout: StepLayout | None = None) -> StepTokens:
+    """Return the slots and positions of a step's tokens. The layout `cached_layout` is reused if it fits this step."""
+    layout = cached_layout
     if layout is None or layout.key != _layout_key(plan):
         layout = _build_layout(plan)
     lengths = plan.starts + plan.counts
@@ -266,7 +266,7 @@ class _ColumnSlices(NamedTuple):
     small: slice  # two int32 columns: positions, adapter indices
 
     @classmethod
-    def lay_out(cls, num_tokens: int, num_seqs: int) -> "_ColumnSlices":
+    def compute(cls, num_tokens: int, num_seqs: int) -> "_ColumnSlices":
         sizes = 3 * num_seqs, num_seqs // 2 + 1, 3 * num_tokens, num_tokens
         ends = list(itertools.accumulate(sizes))
         return cls(*(slice(end - size, end) for size, end in zip(sizes, ends, strict=True)))
@@ -282,10 +282,10 @@ class _Columns(NamedTuple):
     small: npt.NDArray[np.int32]  # [2, tokens]
 
     @classmethod
-    def split(cls, buffer: Ints, at: _ColumnSlices) -> "_Columns":
-        by_seq, by_token = buffer[at.sequences].reshape(3, -1), buffer[at.tokens].reshape(3, -1)
-        small = buffer[at.small].view(np.int32).reshape(2, -1)
-        return cls(buffer, by_seq, buffer[at.bounds].view(np.int32), by_token, small)
+    def split(cls, buffer: Ints, column_slices: _ColumnSlices) -> "_Columns":
+        by_seq, by_token = buffer[column_slices.sequences].reshape(3, -1), buffer[column_slices.tokens].reshape(3, -1)
+        small = buffer[column_slices.small].view(np.int32).reshape(2, -1)
+        return cls(buffer, by_seq, buffer[column_slices.bounds].view(np.int32), by_token, small)
 
 
 class StaticInputs:
@@ -300,7 +300,7 @@ class StaticInputs:
         """Allocate the inputs for steps with at most `num_tokens` tokens and `num_seqs` sequences."""
         device = tables.blocks.device
         self._tables = tables
-        self._at = at = _ColumnSlices.lay_out(num_tokens, num_seqs)
+        self._column_slices = at = _ColumnSlices.compute(num_tokens, num_seqs)
         self._buffer = torch.zeros(at.small.stop, dtype=torch.int64, device=device)
         buffer = host_view(self._buffer)
         self._in_place = None if buffer is None else _Columns.split(buffer, at)
@@ -325,7 +325,7 @@ class StaticInputs:
                 self._written = key
             self._write_positions(columns, plan, tokens)
             return tables.read_tokens(columns.by_token[2, :count])
-        columns = _Columns.split(np.zeros(self._at.small.stop, np.int64), self._at)
+        columns = _Columns.split(np.zeros(self._column_slices.small.stop, np.int64), self._column_slices)
         self._write_composition(columns, plan, tokens)
         self._write_positions(columns, plan, tokens)
         self._buffer.copy_(torch.from_numpy(columns.buffer).pin_memory(), non_blocking=True)

@@ -221,7 +221,7 @@ class MemoryReportLine(NamedTuple):
     """
 
     name: str
-    in_use: int
+    used_bytes: int
     limit: int | None = None
     flag: str = ""
 
@@ -245,7 +245,7 @@ def report_memory(
         rows.append(MemoryReportLine("compiled grammars", 0, GRAMMAR_CACHE_BYTES))
         rows.append(MemoryReportLine("adapters in host memory", 0, adapter_host_bytes(config), "--adapter-host-bytes"))
         total = resident_memory_bytes()
-        rows.append(MemoryReportLine("Python, torch and other libraries", total - sum(row.in_use for row in rows)))
+        rows.append(MemoryReportLine("Python, torch and other libraries", total - sum(row.used_bytes for row in rows)))
         rows.append(MemoryReportLine("resident memory of this process", total, total_memory_bytes()))
     else:
         rows += [MemoryReportLine(name, num_bytes) for name, num_bytes in step_memory._asdict().items()]
@@ -254,7 +254,7 @@ def report_memory(
     for row in rows:
         limit = "" if row.limit is None else f" of up to {row.limit / 1e6:.0f} MB"
         limit += f" ({row.flag})" if row.flag else ""
-        logger.info("memory: %-40s %8.0f MB%s", row.name, row.in_use / 1e6, limit)
+        logger.info("memory: %-40s %8.0f MB%s", row.name, row.used_bytes / 1e6, limit)
     return rows
 
 

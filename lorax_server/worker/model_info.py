@@ -54,7 +54,7 @@ def rotary_capacity(model: PagedCausalLM) -> int:
 def _rope_rule(model: PagedCausalLM) -> RopeRule:
     for module in model.modules():
         if isinstance(module, DynamicRotaryEmbedding):
-            return RopeRule(module.max_positions, by_length=True)
+            return RopeRule(module.max_positions, depends_on_length=True)
         if isinstance(module, LongRotaryEmbedding):
             return RopeRule(module.original_length)
     return RopeRule()

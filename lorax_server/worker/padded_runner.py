@@ -157,7 +157,7 @@ class PaddedRunner:
                 Chooser(SequenceSampling.from_params(new.sampling, new.stop), new.prompt_length)
                 for new in plan.new_sequences
             ],
-            [_remaining_tokens(new) for new in plan.new_sequences],
+            [_make_stopping_criteria(new) for new in plan.new_sequences],
             self._model.pad_token_id,
             self._model.device,
         )
@@ -196,7 +196,7 @@ def _check_plan(plan: StepPlan) -> None:
     assert not whole, f"new slots {sorted(whole)} are missing from the step"
 
 
-def _remaining_tokens(new: NewSequence) -> StoppingCriteria:
+def _make_stopping_criteria(new: NewSequence) -> StoppingCriteria:
     """Return stopping criteria that contain only the number of remaining tokens, which determines the memory of the
     batch.
 

@@ -38,7 +38,7 @@ class PooledTicket(NamedTuple):
     step: int
     shapes: list[tuple[int, ...]]
     results: torch.Tensor | None = None
-    done: torch.cuda.Event | None = None
+    done_event: torch.cuda.Event | None = None
 
 
 class PooledRunner:
@@ -54,7 +54,7 @@ class PooledRunner:
         self._sequences.update((new.slot, new) for new in plan.new_sequences)
         device, arena = self._model.device, None if self._memory is None else self._memory.arena
         if not len(plan.slots):  # the event is recorded after the plan's adapter moves
-            return PooledTicket(plan.step, [], done=_record_event(device))
+            return PooledTicket(plan.step, [], done_event=_record_event(device))
         sequences = [self._sequences[slot] for slot in plan.slots.tolist()]
         counts, adapters = plan.counts.tolist(), plan.adapter_indices.tolist()
         ids = np.concatenate([np.array(new.token_ids, np.int64) for new in sequences])
@@ -73,8 +73,8 @@ class PooledRunner:
         raise AssertionError("pooled steps have no token masks")
 
     def collect(self, ticket: PooledTicket) -> StepResult:
-        if ticket.done is not None:
-            ticket.done.synchronize()
+        if ticket.done_event is not None:
+            ticket.done_event.synchronize()
         if ticket.results is None:
             return StepResult(ticket.step, [], [])
         sizes = [int(np.prod(shape)) for shape in ticket.shapes]

@@ -18,7 +18,7 @@ from lorax_server.adapters.weights import AdapterWeights, ModuleWeights, StoredA
 from lorax_server.distributed import ProcessGroup
 from lorax_server.errors import AdapterError, EngineError, LoraxError
 from lorax_server.kernels.device import make_stream, use_stream
-from lorax_server.plan import Prepared
+from lorax_server.plan import PrepareResult
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Preparer:
         self._is_closed = False
         self._is_resumed = threading.Event()
         self._is_resumed.set()
-        self._results: deque[Prepared] = deque()
+        self._results: deque[PrepareResult] = deque()
         self._tasks: SimpleQueue[AdapterSpec | HostAdapter | None] = SimpleQueue()  # to prepare, or to free
         self._thread = threading.Thread(target=self._run, name="prepare adapters", daemon=True)
         self._thread.start()
@@ -77,7 +77,7 @@ class Preparer:
         del self._ready[identity]
         self._tasks.put(host)
 
-    def pop_results(self) -> list[Prepared]:
+    def pop_results(self) -> list[PrepareResult]:
         """Return the results of preparations that finished or failed since the last call."""
         if self._failure is not None:
             raise EngineError("preparing an adapter failed on a tensor-parallel rank") from self._failure
@@ -107,23 +107,23 @@ class Preparer:
                     self.notify()
                 del task  # the last reference to a dropped adapter
 
-    def _prepare(self, spec: AdapterSpec) -> Prepared:
+    def _prepare(self, spec: AdapterSpec) -> PrepareResult:
         try:
             pause = partial(self._is_resumed.wait, MAX_PAUSE_S)
             host = prepare(self._open(spec), self._targets, self._dtype, self._group, pause, self._after_kv)
             if self._stream is not None:
                 self._stream.synchronize()
         except LoraxError as error:
-            return Prepared(spec.identity, error=copy(error))  # without the traceback, which references tensors
+            return PrepareResult(spec.identity, error=copy(error))  # without the traceback, which references tensors
         except Exception as error:  # the thread must survive a failing adapter
             if self._group.size() > 1:
                 self._failure = error  # other ranks may be blocked in a collective, so all ranks must restart
-            return Prepared(spec.identity, error=_unexpected_error(spec, error))
+            return PrepareResult(spec.identity, error=_make_unexpected_error(spec, error))
         with self._added:
             self._ready[spec.identity] = host
             self._added.notify_all()
         sizes = host.units, host.buffer.nbytes, host.vocab_size
-        return Prepared(spec.identity, *sizes, changes_kv=host.changes_kv)
+        return PrepareResult(spec.identity, *sizes, changes_kv=host.changes_kv)
 
     def _open(self, spec: AdapterSpec) -> AdapterWeights:
         """Open and return an adapter. If one rank cannot read it, raise on all ranks."""
@@ -134,7 +134,7 @@ class Preparer:
         except LoraxError as error:
             failure = error
         except Exception as error:  # reported to the other ranks, which wait for this rank
-            failure = _unexpected_error(spec, error)
+            failure = _make_unexpected_error(spec, error)
         if self._group.size() > 1:
             flags = self._group.all_gather(torch.tensor([failure is not None]), dim=0)
             if bool(flags.any()) and failure is None:
@@ -162,7 +162,7 @@ class Preparer:
         return in_memory
 
 
-def _unexpected_error(spec: AdapterSpec, error: Exception) -> AdapterError:
+def _make_unexpected_error(spec: AdapterSpec, error: Exception) -> AdapterError:
     """Log an unexpected error (a bug or out of memory) and return an AdapterError."""
     logger.error("adapter %r cannot be prepared", spec.name, exc_info=error)
     if isinstance(error, torch.OutOfMemoryError | MemoryError):

@@ -14,7 +14,7 @@ from lorax_server.kernels import HostLengths
 from lorax_server.kernels.device import is_host, to_device
 from lorax_server.layers.attention import Seqlen
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
-from lorax_server.plan import AdapterOp, Ints, Load, Move, StepMasks, StepPlan, StepResult, Unload
+from lorax_server.plan import AdapterOp, Ints, LoadOp, MoveOp, StepMasks, StepPlan, StepResult, UnloadOp
 from lorax_server.sampling.sampler import History, Sampled, Sampler, SequenceSampling, TokenMasks, TopTokens
 from lorax_server.types import Alternatives
 from lorax_server.worker.adapter_memory import AdapterMemory
@@ -62,7 +62,7 @@ class Ticket(NamedTuple):
 
     step: int
     sampled: Sampled | None = None
-    prompts: ScoredPrompts | None = None
+    scored_prompts: ScoredPrompts | None = None
     done: torch.cuda.Event | None = None
 
 
@@ -72,7 +72,7 @@ class MaskedTicket(NamedTuple):
     plan: StepPlan
     tokens: StepTokens
     logits: torch.Tensor
-    prompts: ScoredPrompts | None
+    scored_prompts: ScoredPrompts | None
 
 
 class PagedRunner:
@@ -124,7 +124,7 @@ class PagedRunner:
         self._layout = tokens.layout
         hidden = self._forward(plan, tokens)
         logits = self._score(hidden, tokens.layout.last, plan, tokens) if len(tokens.layout.last) else None
-        sampled = None if logits is None or plan.is_masked else self._choose(plan, tokens, logits)
+        sampled = None if logits is None or plan.is_masked else self._sample(plan, tokens, logits)
         prompts = self._score_prompts(plan, tokens, hidden) if True in plan.scores_prompt.tolist() else None
         if logits is not None and plan.is_masked:
             return MaskedTicket(plan, tokens, logits, prompts)
@@ -134,10 +134,10 @@ class PagedRunner:
     def mask(self, ticket: MaskedTicket, masks: StepMasks) -> Ticket:
         """Sample the tokens of a masked step, and return the ticket for `collect`."""
         token_masks = self._mask_uploader.upload(masks, ticket.logits.shape[-1]) if len(masks.rows) else None
-        sampled = self._choose(ticket.plan, ticket.tokens, ticket.logits, token_masks)
+        sampled = self._sample(ticket.plan, ticket.tokens, ticket.logits, token_masks)
         if masks.forced:
             self._write_forced(ticket, masks)
-        return self._fetch(Ticket(ticket.plan.step, sampled, ticket.prompts))
+        return self._fetch(Ticket(ticket.plan.step, sampled, ticket.scored_prompts))
 
     def _write_forced(self, ticket: MaskedTicket, masks: StepMasks) -> None:
         """Write the forced tokens to the token table, after the sampled tokens."""
@@ -158,13 +158,13 @@ class PagedRunner:
             result = StepResult(ticket.step, sampled.token_ids.tolist(), sampled.logprobs.tolist(), alternatives)
         else:
             result = StepResult(ticket.step, [], [])
-        if (prompts := ticket.prompts) is not None:
+        if (prompts := ticket.scored_prompts) is not None:
             result = replace(result, prompt_logprobs=prompts.by_prompt(), prompt_alternatives=prompts.alternatives())
         return result
 
     def _forward(self, plan: StepPlan, tokens: StepTokens) -> torch.Tensor:
         """Run the model, and return the hidden states of all tokens. If a graph fits the step, replay it."""
-        adapter_data = self._adapt_tokens(plan.adapter_indices, plan.counts)
+        adapter_data = self._make_adapter_data(plan.adapter_indices, plan.counts)
         if self._graphs is not None and (kind := self._graphs.find(tokens, adapter_data)) is not None:
             return self._graphs.run(kind, plan, tokens, adapter_data)
         return self._run_eagerly(plan, tokens, adapter_data)
@@ -204,7 +204,7 @@ class PagedRunner:
         )
         return cast(torch.Tensor, hidden)
 
-    def _adapt_tokens(self, adapter_indices: Ints, counts: Ints) -> AdapterBatchData | None:
+    def _make_adapter_data(self, adapter_indices: Ints, counts: Ints) -> AdapterBatchData | None:
         """Return adapter data for a batch in which `counts[i]` consecutive tokens use `adapter_indices[i]`."""
         if self._memory is None:
             return None
@@ -225,7 +225,7 @@ class PagedRunner:
     def _invalidate_adapters(self, ops: Sequence[AdapterOp]) -> None:
         """Drop cached data of adapters that these operations load, move or unload."""
         assert self._memory is not None
-        touched = {op.index for op in ops if isinstance(op, Load | Move | Unload)}
+        touched = {op.index for op in ops if isinstance(op, LoadOp | MoveOp | UnloadOp)}
         if self._graphs is not None and touched:
             self._graphs.invalidate_adapters()
         for key, data in tuple(self._adapter_data.items()):
@@ -239,10 +239,10 @@ class PagedRunner:
             hidden = hidden[to_device(chosen, self._device)]
             adapter_indices = adapter_indices[tokens.layout.sequences[chosen]]
             counts = np.ones_like(adapter_indices)
-        logits: torch.Tensor = self._model.lm_head(hidden, self._adapt_tokens(adapter_indices, counts))[0]
+        logits: torch.Tensor = self._model.lm_head(hidden, self._make_adapter_data(adapter_indices, counts))[0]
         return logits
 
-    def _choose(
+    def _sample(
         self, plan: StepPlan, tokens: StepTokens, logits: torch.Tensor, masks: TokenMasks | None = None
     ) -> Sampled:
         tables = self._tables

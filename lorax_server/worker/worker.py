@@ -24,15 +24,15 @@ from lorax_server.phases import Phases
 from lorax_server.plan import (
     AdapterOp,
     Capabilities,
-    Drop,
-    Load,
-    Move,
-    Prepare,
-    Prepared,
+    DropOp,
+    LoadOp,
+    MoveOp,
+    PrepareOp,
+    PrepareResult,
     StepMasks,
     StepPlan,
     StepResult,
-    Unload,
+    UnloadOp,
 )
 from lorax_server.pooling import PoolingConfig, read_pooling
 from lorax_server.worker.adapter_memory import AdapterMemory
@@ -177,7 +177,7 @@ class Worker:
         self._tickets.popleft()
         self._loading.clear()
 
-    def pop_prepared(self) -> list[Prepared]:
+    def pop_prepared(self) -> list[PrepareResult]:
         return self.preparer.pop_results() if self.preparer else []
 
     def close(self) -> None:
@@ -190,17 +190,17 @@ class Worker:
         assert self._memory is not None
         assert self.preparer is not None
         match op:
-            case Prepare():
+            case PrepareOp():
                 self.preparer.enqueue(op.spec)
-            case Load():
+            case LoadOp():
                 self._memory.load(op.index, self.preparer.get(op.identity), op.first_unit)
                 self._loading.append(op.index)
-            case Move():
+            case MoveOp():
                 self._memory.move(op.index, op.source, op.target)
-            case Unload():
+            case UnloadOp():
                 self._memory.unload(op.index)
                 self._loading = [index for index in self._loading if index != op.index]
-            case Drop():
+            case DropOp():
                 self.preparer.drop(op.identity)
 
 

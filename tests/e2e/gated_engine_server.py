@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lorax_server.config import EngineConfig, ModelConfig, ServerConfig
 from lorax_server.engine.remote.channel import EngineChannel
-from lorax_server.engine.remote.process import connected, serve
+from lorax_server.engine.remote.process import open_channel, serve
 from lorax_server.engine.remote.remote_engine import RemoteEngine
 from lorax_server.server.access.keys import KeyRing
 from lorax_server.server.run import run
@@ -25,7 +25,7 @@ from lorax_server.types import (
     Merge,
     Output,
     Request,
-    Resolved,
+    ResolvedAdapter,
     SampledToken,
 )
 from tests.engine.fake_engine import FakeEngine
@@ -47,7 +47,7 @@ class GatedEngine(FakeEngine):
     def is_busy(self) -> bool:
         return self._gate.exists() and bool(self._started)
 
-    def resolve(self, refs: Sequence[AdapterRef], merge: Merge | None = None) -> Future[Resolved]:
+    def resolve(self, refs: Sequence[AdapterRef], merge: Merge | None = None) -> Future[ResolvedAdapter]:
         return Future()  # adapters are never found
 
     def add(self, request: Request) -> None:
@@ -74,7 +74,7 @@ class GatedEngine(FakeEngine):
 
 
 def run_engine(gate: str, address: str) -> None:
-    with connected(address) as channel:
+    with open_channel(address) as channel:
         serve(GatedEngine(channel, Path(gate)), channel, INFO)
 
 

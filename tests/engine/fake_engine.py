@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from lorax_server.engine.remote import channel as channel_module
 from lorax_server.engine.remote.channel import EngineChannel
-from lorax_server.engine.remote.process import connected, serve
+from lorax_server.engine.remote.process import open_channel, serve
 from lorax_server.errors import (
     AdapterError,
     AdapterNotFoundError,
@@ -35,7 +35,7 @@ from lorax_server.types import (
     Merge,
     Output,
     Request,
-    Resolved,
+    ResolvedAdapter,
     SampledToken,
     SamplingParams,
     StopParams,
@@ -68,7 +68,7 @@ class FakeEngine(Engine):
         self._channel = channel
         self._requests: dict[int, Request] = {}
         self._left: dict[int, deque[int]] = {}
-        self._aborted: dict[int, Future[Resolved]] = {}
+        self._aborted: dict[int, Future[ResolvedAdapter]] = {}
         self._later: list[tuple[Future[None], LoraxError | None]] = []
 
     @property
@@ -80,18 +80,18 @@ class FakeEngine(Engine):
             self.wake.wait(self.idle_s)
         self.wake.clear()
 
-    def resolve(self, refs: Sequence[AdapterRef], merge: Merge | None = None) -> Future[Resolved]:
-        future: Future[Resolved] = Future()
+    def resolve(self, refs: Sequence[AdapterRef], merge: Merge | None = None) -> Future[ResolvedAdapter]:
+        future: Future[ResolvedAdapter] = Future()
         ((source, name, token),) = refs
         match source:
             case "pid":
-                future.set_result(Resolved(str(os.getpid())))
+                future.set_result(ResolvedAdapter(str(os.getpid())))
             case "aborted":  # reports the abort
                 return self._aborted.setdefault(int(name), future)
             case "never":
                 pass
             case "thread":
-                threading.Thread(target=lambda: future.set_result(Resolved(name))).start()
+                threading.Thread(target=lambda: future.set_result(ResolvedAdapter(name))).start()
             case "missing":
                 future.set_exception(AdapterNotFoundError(f"no {name}"))
             case "down":
@@ -107,9 +107,9 @@ class FakeEngine(Engine):
             case "cancelled":
                 future.cancel()
             case "odd":
-                future.set_result(Resolved(name, folder="\udcff"))
+                future.set_result(ResolvedAdapter(name, folder="\udcff"))
             case _:
-                future.set_result(Resolved(f"{source}:{name}:{token}:{merge}", "folder", ("tokenizer.json",)))
+                future.set_result(ResolvedAdapter(f"{source}:{name}:{token}:{merge}", "folder", ("tokenizer.json",)))
         return future
 
     def add(self, request: Request) -> None:
@@ -123,7 +123,7 @@ class FakeEngine(Engine):
 
     def abort(self, request_id: int) -> None:
         self._left.pop(request_id, None)
-        self._aborted.setdefault(request_id, Future()).set_result(Resolved("aborted"))
+        self._aborted.setdefault(request_id, Future()).set_result(ResolvedAdapter("aborted"))
 
     def forget(self, source: str, name: str) -> None:
         if source == "nowhere":
@@ -213,7 +213,7 @@ def fake_target(config: FakeConfig, address: str) -> None:
         how = config.starts[number] if number < len(config.starts) else ""
         if how == "die early":
             os.kill(os.getpid(), signal.SIGKILL)
-        with connected(address) as channel:
+        with open_channel(address) as channel:
             match how:
                 case "raise":
                     raise ConfigError("no such model")

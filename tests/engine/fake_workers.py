@@ -18,8 +18,27 @@ from lorax_server.engine.block_pool import BlockPool
 from lorax_server.engine.engine import Engine
 from lorax_server.engine.scheduler import Scheduler
 from lorax_server.errors import AdapterError, BusyError, LoraxError
-from lorax_server.plan import Capabilities, Drop, Load, Move, Prepare, Prepared, StepPlan, StepResult, Unload
-from lorax_server.types import AdapterRef, AdapterStage, Merge, Output, Request, Resolved, SamplingParams, StopParams
+from lorax_server.plan import (
+    Capabilities,
+    DropOp,
+    LoadOp,
+    MoveOp,
+    PrepareOp,
+    PrepareResult,
+    StepPlan,
+    StepResult,
+    UnloadOp,
+)
+from lorax_server.types import (
+    AdapterRef,
+    AdapterStage,
+    Merge,
+    Output,
+    Request,
+    ResolvedAdapter,
+    SamplingParams,
+    StopParams,
+)
 
 VOCAB = 7
 SIZE = 4  # tokens per block
@@ -145,7 +164,7 @@ class Workers:
         self.num_unloads = 0
         self._notify: Callable[[], None] = lambda: None
         self._preparing: dict[str, list[int]] = {}  # bytes, turns left
-        self._prepared: list[Prepared] = []
+        self._prepared: list[PrepareResult] = []
         self._buffer: list[tuple[str, int] | None] = [None] * capabilities.num_adapter_units
         self._loads: dict[int, _Load] = {}
         self._loaded: list[int] = []  # not yet reported
@@ -160,7 +179,7 @@ class Workers:
     def on_event(self, notify: Callable[[], None]) -> None:
         self._notify = notify
 
-    def pop_prepared(self) -> list[Prepared]:
+    def pop_prepared(self) -> list[PrepareResult]:
         taken, self._prepared = self._prepared, []
         return taken
 
@@ -169,17 +188,17 @@ class Workers:
         moves: list[tuple[int, int, int]] = []
         for op in plan.adapter_ops:
             match op:
-                case Prepare(spec):
+                case PrepareOp(spec):
                     self._prepare(spec)
-                case Load(identity, index, first_unit):
+                case LoadOp(identity, index, first_unit):
                     self._load(identity, index, first_unit)
-                case Move(index, source, target):
+                case MoveOp(index, source, target):
                     moves.append(self._move(index, source, target))
-                case Unload(index):
+                case UnloadOp(index):
                     assert self.residents[index].is_loaded, "unloaded while it is being written"
                     del self.residents[index]
                     self.num_unloads += 1
-                case Drop(identity):
+                case DropOp(identity):
                     assert not any(load.identity == identity for load in self._loads.values()), "dropped while read"
                     del self.host[identity]
         self._check_host()
@@ -253,10 +272,10 @@ class Workers:
         num_bytes, _ = self._preparing.pop(identity)
         if self.failing.get(identity, 0):
             self.failing[identity] -= 1
-            self._prepared.append(Prepared(identity, error=AdapterError(f"{identity} is damaged")))
+            self._prepared.append(PrepareResult(identity, error=AdapterError(f"{identity} is damaged")))
         else:
             self.host[identity] = num_bytes
-            self._prepared.append(Prepared(identity, num_bytes // UNIT_BYTES, num_bytes, VOCAB))
+            self._prepared.append(PrepareResult(identity, num_bytes // UNIT_BYTES, num_bytes, VOCAB))
         self._notify()
 
     def _check_host(self) -> None:
@@ -376,14 +395,16 @@ class FakeResolver:
     num_fetching: int = 0
     is_new: bool = False  # their files were downloaded
 
-    def resolve(self, refs: Sequence[AdapterRef], merge: Merge | None = None) -> "Future[tuple[AdapterSpec, Resolved]]":
-        answer: Future[tuple[AdapterSpec, Resolved]] = Future()
+    def resolve(
+        self, refs: Sequence[AdapterRef], merge: Merge | None = None
+    ) -> "Future[tuple[AdapterSpec, ResolvedAdapter]]":
+        answer: Future[tuple[AdapterSpec, ResolvedAdapter]] = Future()
         specs = [self.specs[ref.name] for ref in refs]
         spec = specs[0]
         if merge is not None:
             parts = tuple(AdapterCheckpoint(Path(), RAW, (), each.identity) for each in specs)
             spec = AdapterSpec("+".join(each.identity for each in specs), "merged", parts, 4, merge)
-        answer.set_result((spec, Resolved(spec.identity, tier="fetched" if self.is_new else "")))
+        answer.set_result((spec, ResolvedAdapter(spec.identity, tier="fetched" if self.is_new else "")))
         return answer
 
     def close(self) -> None: ...
@@ -438,7 +459,7 @@ class EngineSimulation:
         self.num_moved = 0  # running requests that moved to another adapter
         self._known: set[str] = set()  # identities of all contents
         self._moving: list[tuple[AdapterSpec, Future[None]]] = []
-        self._resolving: list[tuple[SubmittedRequest, Future[Resolved]]] = []
+        self._resolving: list[tuple[SubmittedRequest, Future[ResolvedAdapter]]] = []
         of = make_capabilities(num_units, max_steps_in_flight, **capabilities)
         host_bytes = self.host_bytes = host_units * UNIT_BYTES
         self.workers = Workers(of, host_bytes, random.Random(seed), most_turns)

@@ -155,7 +155,7 @@ class FakeAdapterTable(AdapterTable):
     acquired: dict[str, int] = field(default_factory=dict)
 
     requests: dict[str, int] = field(default_factory=dict)
-    started: dict[str, int] = field(default_factory=dict)
+    start_info: dict[str, int] = field(default_factory=dict)
     merged: set[str] = field(default_factory=set)
     needs_step: bool = False
 
@@ -164,8 +164,8 @@ class FakeAdapterTable(AdapterTable):
 
     def remove_request(self, identity: str, has_started: bool) -> None:
         self.requests[identity] -= 1
-        self.started[identity] = self.started.get(identity, 0) - has_started
-        assert 0 <= self.started[identity] <= self.requests[identity]
+        self.start_info[identity] = self.start_info.get(identity, 0) - has_started
+        assert 0 <= self.start_info[identity] <= self.requests[identity]
 
     def is_merged(self, identity: str) -> bool:
         return identity in self.merged
@@ -182,7 +182,7 @@ class FakeAdapterTable(AdapterTable):
         return start, NEVER if identity == AFTER_KV else start
 
     def start_request(self, identity: str) -> None:
-        self.started[identity] = self.started.get(identity, 0) + 1
+        self.start_info[identity] = self.start_info.get(identity, 0) + 1
 
     def submit(self) -> tuple[AdapterOp, ...]:
         return ()
@@ -844,7 +844,7 @@ def test_grammar_tokens_exclude_finished_sequences() -> None:
         start_sequence(0, forced_tokens=(2, 3)),
         start_sequence(1),
         start_sequence(2, 1),
-        start_sequence(3, finished=True),
+        start_sequence(3, is_finished=True),
         start_sequence(4),
         None,
         plain,
@@ -983,9 +983,9 @@ def test_outputs_contain_alternatives_of_their_request() -> None:
         (RopeRule(16), (13, 16), 12),
         (RopeRule(16), (13, 17), 0),  # one short and one long prompt
         (RopeRule(16), (17, 30), 16),  # two long prompts
-        (RopeRule(16, by_length=True), (17, 30), 0),
-        (RopeRule(16, by_length=True), (30, 30), 28),
-        (RopeRule(16, by_length=True), (13, 16), 12),
+        (RopeRule(16, depends_on_length=True), (17, 30), 0),
+        (RopeRule(16, depends_on_length=True), (30, 30), 28),
+        (RopeRule(16, depends_on_length=True), (13, 16), 12),
     ],
 )
 def test_prefix_cache_is_per_rope_variant(rope: RopeRule, lengths: tuple[int, int], shared: int) -> None:

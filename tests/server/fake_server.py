@@ -16,7 +16,7 @@ from lorax_server.server.access.model_names import ModelNames
 from lorax_server.server.access.rate_limits import AdapterQuota, RateLimits
 from lorax_server.server.app import make_app
 from lorax_server.server.service import Service
-from lorax_server.types import AdapterState, Failure, FinishReason, Resolved
+from lorax_server.types import AdapterState, Failure, FinishReason, ResolvedAdapter
 from tests.server.service_harness import ServiceHarness, ids, settle
 
 
@@ -68,7 +68,7 @@ class Routes(ServiceHarness):
         service.model_names.set_folder_names(folder or [])
         service.rate_limits = RateLimits(1000)
         service.adapter_quota = AdapterQuota(new_adapters_per_minute)
-        self.resolutions: dict[str, Resolved | LoraxError] = {}
+        self.resolutions: dict[str, ResolvedAdapter | LoraxError] = {}
         self.engine._send = self._handle_message  # type: ignore[method-assign]
         self.app, self._served = _shared()
 
@@ -83,18 +83,18 @@ class Routes(ServiceHarness):
             case messages.Add(request):
                 self.emitting = asyncio.create_task(self._emit_in_two_steps(request.request_id, *ids("quick")))
             case messages.Resolve(query_id, refs, None):
-                found = self.resolutions.get(refs[0].name, Resolved(f"hash of {refs[0].name}"))
+                found = self.resolutions.get(refs[0].name, ResolvedAdapter(f"hash of {refs[0].name}"))
                 reply = (
                     messages.QueryFailed(query_id, Failure.from_error(found)) if isinstance(found, LoraxError) else None
                 )
                 soon(self.engine._settle, reply or messages.ResolveReply(query_id, found))  # type: ignore[arg-type]
             case messages.Resolve(query_id, _, _):
-                soon(self.engine._settle, messages.ResolveReply(query_id, Resolved("merged", tier="host")))
+                soon(self.engine._settle, messages.ResolveReply(query_id, ResolvedAdapter("merged", tier="host")))
             case messages.ListAdapters(query_id, identities):
                 states = [AdapterState(each, each, "on the device", 7, False, 0, 1) for each in identities]
                 soon(self.engine._settle, messages.AdaptersReply(query_id, states))
             case messages.LoadAdapter(query_id) | messages.UnloadAdapter(query_id) | messages.ForgetAdapter(query_id):
-                soon(self.engine._settle, messages.Done(query_id))
+                soon(self.engine._settle, messages.DoneReply(query_id))
 
     async def _emit_in_two_steps(self, request_id: int, first: int, *others: int) -> None:
         """Emit a request's tokens in two outputs."""

@@ -35,7 +35,7 @@ from lorax_server.types import (
     FinishReason,
     Output,
     Request,
-    Resolved,
+    ResolvedAdapter,
     SampledToken,
     SamplingParams,
     StartInfo,
@@ -62,7 +62,7 @@ class ScriptedEngine(RemoteEngine):
         self.is_healthy = True
         self.info = INFO
         self.sent: list[messages.ToEngine] = []
-        self.resolutions: dict[str, Resolved | LoraxError] = {}  # results of `resolve`, by token or adapter name
+        self.resolutions: dict[str, ResolvedAdapter | LoraxError] = {}  # results of `resolve`, by token or adapter name
         self.is_closed = False
 
     async def start(self) -> None:
@@ -86,7 +86,7 @@ class ScriptedEngine(RemoteEngine):
         for i, token_id in enumerate(token_ids):
             is_last = i == len(token_ids) - 1
             token = SampledToken(token_id, -0.5)
-            self._deliver(Output(request_id, (token,), end if is_last else None, started=StartInfo(0.25, 0.125, 3)))
+            self._deliver(Output(request_id, (token,), end if is_last else None, start_info=StartInfo(0.25, 0.125, 3)))
 
     def fail(self, request_id: int, error: LoraxError) -> None:
         self._deliver(Output.failed(request_id, error))
@@ -100,7 +100,7 @@ class ScriptedEngine(RemoteEngine):
         return [each for message in self.sent if isinstance(message, messages.Abort) for each in message.request_ids]
 
 
-def _reply(query_id: int, resolution: Resolved | LoraxError) -> messages.Reply[Any]:
+def _reply(query_id: int, resolution: ResolvedAdapter | LoraxError) -> messages.Reply[Any]:
     if isinstance(resolution, LoraxError):
         return messages.QueryFailed(query_id, Failure.from_error(resolution))
     return messages.ResolveReply(query_id, resolution)

@@ -60,7 +60,7 @@ def test_queued_outputs_are_yielded_together() -> None:
         assert [each async for each in stream] == []
         assert generation.text == generation.completion.text == "quick brown fox dog"
         assert generation.completion.finish_reason is FinishReason.EOS_TOKEN
-        assert generation.started == StartInfo(0.25, 0.125, 3)
+        assert generation.start_info == StartInfo(0.25, 0.125, 3)
         assert generation.submitted_at is not None
         assert generation.first_output_at is not None
         assert generation.submitted_at <= generation.first_output_at
@@ -145,7 +145,7 @@ def test_unread_generation_is_not_submitted() -> None:
         await generation.stream().aclose()
         generation.stop(EngineError("nothing to stop"))
         assert engine.sent == []
-        assert (generation.started, generation.submitted_at, generation.first_output_at) == (None, None, None)
+        assert (generation.start_info, generation.submitted_at, generation.first_output_at) == (None, None, None)
 
     asyncio.run(check())
 
@@ -280,7 +280,7 @@ def test_cached_tokens_count_once_per_prompt() -> None:
     for prompt, cached in ((prompts[0], None), (prompts[0], 2), (prompts[0], 3), (prompts[1], 1)):
         request = Request(engine.new_id(), prompt, SamplingParams(), StopParams(max_new_tokens=1))
         generations.append(RemoteGeneration(engine, request, tokenizer()))
-        generations[-1].started = None if cached is None else StartInfo(0.0, 0.0, cached)
+        generations[-1].start_info = None if cached is None else StartInfo(0.0, 0.0, cached)
     assert count_cached_tokens(generations) == 3 + 1
     assert count_cached_tokens([]) == 0
 

@@ -11,7 +11,7 @@ import pytest
 from lorax_server.server.app import make_app
 from lorax_server.server.http.middleware import PUBLIC_PATHS
 from lorax_server.server.openapi import EVENT_SCHEMA
-from lorax_server.types import Resolved
+from lorax_server.types import ResolvedAdapter
 from tests.server.fake_server import Routes, chat, complete, generate
 from tests.server.service_harness import ServiceHarness
 
@@ -73,7 +73,7 @@ def test_openapi_describes_stream_events(path: str) -> None:
 @pytest.mark.parametrize("path", ["/generate_stream", "/v1/completions", "/v1/chat/completions"])
 def test_stream_events_match_schema(path: str) -> None:
     routes = Routes(["poet"])
-    routes.resolutions["poet"] = Resolved("hash", tier="host")
+    routes.resolutions["poet"] = ResolvedAdapter("hash", tier="host")
 
     async def render(*_: Any, **__: Any) -> str:
         return "ask"

@@ -33,7 +33,7 @@ from lorax_server.server.routes.pooling import _encode_prompts
 from lorax_server.server.service import Service
 from lorax_server.server.telemetry.logs import EXTRA_KEY
 from lorax_server.text.tokenizer import EncodedText
-from lorax_server.types import FinishReason, Output, Pooled, Resolved
+from lorax_server.types import FinishReason, Output, Pooled, ResolvedAdapter
 from tests.server.service_harness import (
     MAX_RUNNING,
     ScriptedEngine,
@@ -375,9 +375,9 @@ def test_bearer_token_is_sent_only_if_source_requires_it() -> None:
         assert harness.service.adapter_index.is_private(AdapterKey("hub", "owner/it")) == (tokens[-1] is not None)
         return tokens
 
-    assert asyncio.run(check({"owner/it": Resolved("hash")})) == [None]
+    assert asyncio.run(check({"owner/it": ResolvedAdapter("hash")})) == [None]
     for error in (AdapterAccessError("no"), AdapterNotFoundError("no")):
-        assert asyncio.run(check({"owner/it": error, "secret": Resolved("hash")})) == [None, "secret"]
+        assert asyncio.run(check({"owner/it": error, "secret": ResolvedAdapter("hash")})) == [None, "secret"]
 
 
 @pytest.mark.parametrize(

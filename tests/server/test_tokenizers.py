@@ -24,7 +24,7 @@ from lorax_server.server.tokenizers import MAX_INLINE_CHARACTERS, Tokenizers
 from lorax_server.text import adapter_tokenizers
 from lorax_server.text.adapter_tokenizers import AdapterTokenizers
 from lorax_server.text.tokenizer import TextTokenizer, load_tokenizer
-from lorax_server.types import Resolved
+from lorax_server.types import ResolvedAdapter
 from tests.server.access.test_rate_limits import Clock
 from tests.text.conversions import HANG
 from tests.text.sandbox_workers import find_workers, wait_until_busy
@@ -34,18 +34,18 @@ CONFIG = {"tokenizer_class": "TokenizersBackend", "eos_token": "</s>", "chat_tem
 WAIT_S = 120.0  # timeout for events that should happen soon
 
 
-def save(folder: Path, backend: Tokenizer, **config: Any) -> Resolved:
+def save(folder: Path, backend: Tokenizer, **config: Any) -> ResolvedAdapter:
     folder.mkdir(parents=True)
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(CONFIG | config))
     return resolved(folder)
 
 
-def resolved(folder: Path) -> Resolved:
+def resolved(folder: Path) -> ResolvedAdapter:
     """Return the folder as an adapter source resolves it, with current file stamps."""
     files = tuple(sorted(os.listdir(folder)))
     stamps = tuple(read_stamp(folder / file) for file in files)
-    return Resolved(folder.name, str(folder), files, tokenizer_stamps=stamps)
+    return ResolvedAdapter(folder.name, str(folder), files, tokenizer_stamps=stamps)
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +84,11 @@ def run(tokenizers: Tokenizers) -> Callable[[Awaitable[Any]], Any]:
     return run
 
 
-def with_base_vocabulary(tmp_path: Path, name: str = "same", **config: Any) -> Resolved:
+def with_base_vocabulary(tmp_path: Path, name: str = "same", **config: Any) -> ResolvedAdapter:
     return save(tmp_path / name, byte_level().tokenizer, **config)
 
 
-def with_own_vocabulary(tmp_path: Path, name: str = "own", **config: Any) -> Resolved:
+def with_own_vocabulary(tmp_path: Path, name: str = "own", **config: Any) -> ResolvedAdapter:
     backend = Tokenizer.from_str(byte_level().tokenizer.to_str())
     backend.add_tokens([AddedToken("<New>", normalized=False)])
     return save(tmp_path / name, backend, **config)
@@ -101,8 +101,8 @@ def test_adapter_without_vocabulary_uses_base_tokenizer(
     base: TextTokenizer, tokenizers: Tokenizers, run: Any, tmp_path: Path
 ) -> None:
     async def work() -> None:
-        assert await tokenizers.find(Resolved("none")) is base
-        assert await tokenizers.find(Resolved("none", str(tmp_path))) is base
+        assert await tokenizers.find(ResolvedAdapter("none")) is base
+        assert await tokenizers.find(ResolvedAdapter("none", str(tmp_path))) is base
         assert await tokenizers.find(with_base_vocabulary(tmp_path)) is base
         other = await tokenizers.find(with_base_vocabulary(tmp_path, "other", chat_template="custom"))
         assert other.shares_vocabulary(base)
@@ -142,7 +142,7 @@ def loads(base: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return loaded
 
 
-def with_empty_config(tmp_path: Path, name: str) -> Resolved:
+def with_empty_config(tmp_path: Path, name: str) -> ResolvedAdapter:
     (tmp_path / name).mkdir()
     (tmp_path / name / "tokenizer_config.json").touch()
     return resolved(tmp_path / name)

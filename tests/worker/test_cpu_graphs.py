@@ -20,7 +20,7 @@ from lorax_server.layers import rotary
 from lorax_server.layers.targets import collect_adapter_targets
 from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaForCausalLM
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
-from lorax_server.plan import Load, Move, NewSequence, StepPlan
+from lorax_server.plan import LoadOp, MoveOp, NewSequence, StepPlan
 from lorax_server.types import SamplingParams, StopParams
 from lorax_server.weights import Weights
 from lorax_server.worker.graphs import MAX_CPU_GRAPH_TOKENS, GraphKey, GraphSizes, StepGraphs
@@ -205,7 +205,7 @@ def test_cpu_graphs_follow_adapter_moves_and_replacements() -> None:
     hosts = make_host_adapters(model)
     eager, recorded = make_pair(model, hosts)
     duet, places = TwoSequencePlans(), {}
-    check_step(eager, recorded, duet.plan([1, 2], [Load("0", 1, 0), Load("1", 2, 0)]))
+    check_step(eager, recorded, duet.plan([1, 2], [LoadOp("0", 1, 0), LoadOp("1", 2, 0)]))
     for adapters in ([1, 2], [1, 2], [0, 2], [2, 2], [0, 0], [1, 2]):
         check_step(eager, recorded, duet.plan(adapters))
     for rig in (eager, recorded):
@@ -213,11 +213,11 @@ def test_cpu_graphs_follow_adapter_moves_and_replacements() -> None:
         source = 2 * rig._units
         rig._memory.move(2, source, source - 3)
         places[rig] = source
-    check_step(eager, recorded, duet.plan([1, 2], [Move(2, source, source - 3)]))
+    check_step(eager, recorded, duet.plan([1, 2], [MoveOp(2, source, source - 3)]))
     for rig in (eager, recorded):
         assert rig._memory is not None
         rig._memory.unload(1)
-    check_step(eager, recorded, duet.plan([1, 2], [Load("3", 1, 0)]))
+    check_step(eager, recorded, duet.plan([1, 2], [LoadOp("3", 1, 0)]))
     check_step(eager, recorded, duet.plan([1, 2]))
     assert recorded.kinds == {GraphKey(2), GraphKey(2, has_adapters=True)}
 
@@ -258,7 +258,7 @@ def make_two_sequence_plan(
 @pytest.mark.parametrize("name", ["llama-gqa", "gpt2", "qwen3-window"])
 def test_forced_tokens_match_single_steps_bitwise(name: str) -> None:
     model = make_model(name, CPU)
-    hosts, ops = make_host_adapters(model), [Load("0", 1, 0), Load("1", 2, 0)]
+    hosts, ops = make_host_adapters(model), [LoadOp("0", 1, 0), LoadOp("1", 2, 0)]
     walking, jumping = (WatchedRig(model, hosts, graph_sizes=SIZES) for _ in range(2))
     for rig in (walking, jumping):
         rig.collect(make_two_sequence_plan(1, [0, 0], [3, 3], ops))

@@ -17,7 +17,7 @@ from lorax_server.kernels import select_ops
 from lorax_server.layers.targets import collect_adapter_targets
 from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaForCausalLM
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
-from lorax_server.plan import AdapterOp, Load, NewSequence, StepPlan, StepResult, Unload
+from lorax_server.plan import AdapterOp, LoadOp, NewSequence, StepPlan, StepResult, UnloadOp
 from lorax_server.types import SamplingParams, StopParams
 from lorax_server.weights import Weights
 from lorax_server.worker.adapter_memory import AdapterMemory
@@ -138,13 +138,13 @@ class RandomPlans:
         for index in list(self.loaded):
             if index not in self._adapters.values() and draw.random() < 0.3:
                 del self.loaded[index]
-                ops.append(Unload(index))
+                ops.append(UnloadOp(index))
         absent = [number for number in range(self._num_adapters) if number not in self.loaded.values()]
         if absent and draw.random() < 0.5:
             number = draw.choice(absent)
             index = min(set(range(1, self._num_adapters + 1)) - set(self.loaded))
             self.loaded[index] = number
-            ops.append(Load(str(number), index, 0))
+            ops.append(LoadOp(str(number), index, 0))
         return ops
 
 
@@ -195,10 +195,10 @@ class Rig:
     def submit(self, plan: StepPlan) -> Any:
         for op in plan.adapter_ops:
             assert self._memory is not None
-            if isinstance(op, Load):
+            if isinstance(op, LoadOp):
                 self._memory.load(op.index, self._hosts[int(op.identity)], op.index * self._units)
                 self._memory.wait_for(op.index)
-            elif isinstance(op, Unload):
+            elif isinstance(op, UnloadOp):
                 self._memory.unload(op.index)
         return self.runner.submit(plan)
 

@@ -13,7 +13,7 @@ import torch
 from lorax_server.adapters.host import HostAdapter
 from lorax_server.kernels import Field
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
-from lorax_server.plan import AdapterOp, Load, NewSequence, StepPlan, StepResult, Unload
+from lorax_server.plan import AdapterOp, LoadOp, NewSequence, StepPlan, StepResult, UnloadOp
 from lorax_server.types import SamplingParams, StopParams
 from lorax_server.worker.graphs import DECODE_GRAPH_SIZES, MIXED_GRAPH_SIZES, GraphSizes, StepGraphs
 from lorax_server.worker.inputs import build_step_tokens
@@ -130,12 +130,12 @@ class Traffic:
         used = {each.adapter for each in self.running}
         for index in [index for index in self.loaded if index not in used and self.draw.random() < 0.3]:
             del self.loaded[index]
-            ops.append(Unload(index))
+            ops.append(UnloadOp(index))
         absent = [number for number in range(self.num_hosts) if number not in self.loaded.values()]
         if absent and self.draw.random() < 0.5:
             index = min(set(range(1, self.num_hosts + 1)) - set(self.loaded))
             self.loaded[index] = self.draw.choice(absent)
-            ops.append(Load(str(self.loaded[index]), index, 0))
+            ops.append(LoadOp(str(self.loaded[index]), index, 0))
         return ops
 
 
@@ -147,7 +147,7 @@ def check_traffic(traffic: Traffic, rigs: tuple[Rig, Rig], steps: int, check: Ch
         plan = traffic.plan()
         kind, first, second = None, *(rig.collect(plan) for rig in rigs)
         if len(plan.slots) and not (tokens := build_step_tokens(plan)).is_single:
-            kind = graphs.find(tokens, rigs[1].runner._adapt_tokens(plan.adapter_indices, plan.counts))
+            kind = graphs.find(tokens, rigs[1].runner._make_adapter_data(plan.adapter_indices, plan.counts))
             sizes |= {kind.size} if kind is not None else set()
         note = (
             f"step {traffic.step}, {kind}, {plan.counts} tokens, of adapters {plan.adapter_indices}: {traffic.loaded}"

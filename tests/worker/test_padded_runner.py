@@ -13,7 +13,7 @@ import torch
 from lorax_server.config import EngineConfig, ModelConfig
 from lorax_server.models.causal_lm import CausalLM
 from lorax_server.models.registry import DEFAULT_MAX_POSITIONS
-from lorax_server.plan import Drop, NewSequence, StepMasks, StepPlan, StepResult
+from lorax_server.plan import DropOp, NewSequence, StepMasks, StepPlan, StepResult
 from lorax_server.sampling.sampler import History, Sampler, SequenceSampling
 from lorax_server.types import Alternatives, SamplingParams, StopParams
 from lorax_server.worker.padded_runner import MaskedPlan, PaddedRunner, build_padded_runner, padded_capabilities
@@ -532,7 +532,7 @@ IMPOSSIBLE = {
     "a slot without a part": (make_plan(1, [], [], [], [new_sequence(0)]), "are missing from the step"),
     "no token": (replace(BEGIN, samples=np.array([False])), "chunked prefill"),
     "an adapter": (replace(BEGIN, adapter_indices=np.array([1])), "do not support adapters"),
-    "an operation": (replace(BEGIN, adapter_ops=(Drop("x"),)), "do not support adapters"),
+    "an operation": (replace(BEGIN, adapter_ops=(DropOp("x"),)), "do not support adapters"),
 }
 
 

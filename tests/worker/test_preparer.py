@@ -29,7 +29,7 @@ from lorax_server.files.names import CONFIG_FILE, WEIGHTS_FILE
 from lorax_server.files.regular_file import read_stamp
 from lorax_server.kernels import Field
 from lorax_server.layers.targets import collect_adapter_targets
-from lorax_server.plan import Prepared
+from lorax_server.plan import PrepareResult
 from lorax_server.types import Merge
 from lorax_server.worker import preparer as preparer_module
 from lorax_server.worker.preparer import Preparer
@@ -86,8 +86,8 @@ def merged_spec(folders: Sequence[Path], targets: dict[str, AdapterTarget], merg
     return AdapterSpec(merge.identity([part.identity for part in parts]), "merged", parts, 1, merge)
 
 
-def wait_for_results(preparer: Preparer, count: int) -> list[Prepared]:
-    taken: list[Prepared] = []
+def wait_for_results(preparer: Preparer, count: int) -> list[PrepareResult]:
+    taken: list[PrepareResult] = []
     until = time.monotonic() + WAIT_S
     while len(taken) < count and time.monotonic() < until:
         taken += preparer.pop_results()
@@ -145,7 +145,7 @@ def test_ready_adapter_equals_direct_preparation(
     for name, spec, each in zip(NAMES, specs, taken, strict=True):
         expected = prepare(open_adapter(originals / name, targets), targets, torch.float32, FakeGroup())
         assert_same(preparer.get(spec.identity), expected)
-        assert each == Prepared(spec.identity, expected.units, expected.buffer.nbytes, expected.vocab_size)
+        assert each == PrepareResult(spec.identity, expected.units, expected.buffer.nbytes, expected.vocab_size)
     assert preparer.pop_results() == []
 
 

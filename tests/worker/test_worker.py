@@ -29,17 +29,17 @@ from lorax_server.models.registry import build_model, get_model
 from lorax_server.plan import (
     AdapterOp,
     Capabilities,
-    Drop,
-    Load,
-    Move,
+    DropOp,
+    LoadOp,
+    MoveOp,
     NewSequence,
-    Prepare,
-    Prepared,
+    PrepareOp,
+    PrepareResult,
     RopeRule,
     StepMasks,
     StepPlan,
     StepResult,
-    Unload,
+    UnloadOp,
 )
 from lorax_server.sampling.batch import TokenMasks
 from lorax_server.types import SamplingParams, StopParams
@@ -91,7 +91,7 @@ class CallRecorder:
 
     calls: list[tuple[Any, ...]] = field(default_factory=list)
     arrived: set[int] = field(default_factory=set)
-    ready: list[Prepared] = field(default_factory=list)
+    ready: list[PrepareResult] = field(default_factory=list)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -114,7 +114,7 @@ class CallRecorder:
     def collect(self, ticket: int) -> StepResult:
         return StepResult(ticket, [], [])
 
-    def pop_results(self) -> list[Prepared]:
+    def pop_results(self) -> list[PrepareResult]:
         return self.ready
 
 
@@ -146,7 +146,7 @@ def worker(record: CallRecorder) -> Worker:
 
 def test_adapter_ops_run_in_order_before_step(worker: Worker, record: CallRecorder) -> None:
     spec = AdapterSpec("a", "a", (), 1)
-    ops: list[AdapterOp] = [Move(1, 7, 2), Prepare(spec), Unload(3), Drop("c"), Load("b", 3, 9)]
+    ops: list[AdapterOp] = [MoveOp(1, 7, 2), PrepareOp(spec), UnloadOp(3), DropOp("c"), LoadOp("b", 3, 9)]
     worker.submit(make_plan(5, ops, [0, 0, 2, 3, 3]))
     assert record.calls[:5] == [
         ("move", 1, 7, 2),
@@ -165,8 +165,8 @@ def test_base_model_step_waits_for_no_adapter(worker: Worker, record: CallRecord
 
 
 def test_load_is_reported_once_after_completion(worker: Worker, record: CallRecorder) -> None:
-    worker.submit(make_plan(0, [Load("a", 1, 0), Load("b", 2, 5)]))
-    worker.submit(make_plan(1, [Load("c", 3, 7)]))
+    worker.submit(make_plan(0, [LoadOp("a", 1, 0), LoadOp("b", 2, 5)]))
+    worker.submit(make_plan(1, [LoadOp("c", 3, 7)]))
     assert worker.collect().loaded == []
     record.arrived = {2}
     assert worker.collect() == StepResult(1, [], [], loaded=[2])
@@ -175,12 +175,12 @@ def test_load_is_reported_once_after_completion(worker: Worker, record: CallReco
     assert worker.collect().loaded == [1, 3]
     worker.submit(make_plan(3))
     assert worker.collect().loaded == []
-    worker.submit(make_plan(4, [Unload(2), Load("d", 2, 5)]))
+    worker.submit(make_plan(4, [UnloadOp(2), LoadOp("d", 2, 5)]))
     assert worker.collect().loaded == [2]  # the same index again
 
 
 def test_load_is_reported_without_step(worker: Worker, record: CallRecorder) -> None:
-    worker.submit(make_plan(0, [Load("a", 1, 0), Load("b", 2, 5)]))
+    worker.submit(make_plan(0, [LoadOp("a", 1, 0), LoadOp("b", 2, 5)]))
     assert worker.collect().loaded == []
     assert worker.pop_loaded() == []
     record.arrived = {2}
@@ -205,7 +205,7 @@ def test_failed_load_raises_in_collect(worker: Worker, record: CallRecorder) -> 
     def fail(index: int) -> bool:
         raise EngineError("copying adapters to the device failed")
 
-    worker.submit(make_plan(0, [Load("a", 1, 0)]))
+    worker.submit(make_plan(0, [LoadOp("a", 1, 0)]))
     record.is_loaded = fail  # type: ignore[method-assign]
     with pytest.raises(EngineError, match="copying adapters"):
         worker.collect()
@@ -218,7 +218,7 @@ def test_close_stops_memory_and_preparer_threads(worker: Worker, record: CallRec
 
 def test_discard_oldest_clears_pending_loads(worker: Worker, record: CallRecorder) -> None:
     for step in range(100):
-        worker.submit(make_plan(step, [Load("a", 1, 0)]))
+        worker.submit(make_plan(step, [LoadOp("a", 1, 0)]))
         worker.discard_oldest()
         record.arrived = {1}
     assert worker._loading == []
@@ -258,7 +258,7 @@ def test_out_of_memory_step_is_retried_once(fails: list[bool], is_done: bool, re
     runner, below = FullDevice(fails.copy()), cast(Any, record)
     worker = Worker(Capabilities(97, 2, 8, 2, 4), runner, below, below, can_retry=True)
     new = NewSequence(1, [5, 6], 2, SamplingParams(), StopParams())
-    ops: list[AdapterOp] = [Load("b", 3, 9)]
+    ops: list[AdapterOp] = [LoadOp("b", 3, 9)]
     error = worker.submit(make_plan(5, ops, [0, 3], new_sequences=(new,), new_blocks=np.array([[1, 0, 4]])))
     assert [calls[0] for calls in record.calls] == ["load", "wait_for"]  # once
     assert len(runner.plans) == len(fails) + (not is_done)
@@ -286,8 +286,8 @@ def test_out_of_memory_without_retry_raises() -> None:
 
 
 def test_pop_prepared_returns_preparer_results(worker: Worker, record: CallRecorder) -> None:
-    record.ready = [Prepared("a")]
-    assert worker.pop_prepared() == [Prepared("a")]
+    record.ready = [PrepareResult("a")]
+    assert worker.pop_prepared() == [PrepareResult("a")]
 
 
 def test_worker_without_adapters_rejects_adapter_operations(record: CallRecorder) -> None:
@@ -297,7 +297,7 @@ def test_worker_without_adapters_rejects_adapter_operations(record: CallRecorder
     assert worker.collect().loaded == []
     assert worker.pop_prepared() == []
     with pytest.raises(AssertionError):
-        worker.submit(make_plan(1, [Drop("a")]))
+        worker.submit(make_plan(1, [DropOp("a")]))
     worker.close()
 
 
@@ -323,10 +323,10 @@ def test_steps_without_sequences_return_empty_results() -> None:
     [
         ("llama-gqa", RopeRule(), 128),
         ("llama-rope-yarn", RopeRule(), 128),
-        ("llama-rope-dynamic-within", RopeRule(128, by_length=True), 512),
-        ("llama-rope-dynamic-beyond", RopeRule(16, by_length=True), 64),
+        ("llama-rope-dynamic-within", RopeRule(128, depends_on_length=True), 512),
+        ("llama-rope-dynamic-beyond", RopeRule(16, depends_on_length=True), 64),
         ("llama-rope-longrope-beyond", RopeRule(16), 128),
-        ("neox-rope-dynamic-beyond", RopeRule(16, by_length=True), 64),
+        ("neox-rope-dynamic-beyond", RopeRule(16, depends_on_length=True), 64),
         ("gpt2", RopeRule(), 128),
     ],
 )
@@ -342,7 +342,7 @@ def test_length_dependent_models_have_rope_rule(name: str, rope: RopeRule, max_l
 def test_rope_variant_depends_on_length() -> None:
     assert {RopeRule().variant(length) for length in (1, 10**6)} == {""}
     assert [RopeRule(16).variant(length) for length in (16, 17, 18)] == ["", "long", "long"]
-    assert [RopeRule(16, by_length=True).variant(length) for length in (16, 17, 18)] == ["", "17", "18"]
+    assert [RopeRule(16, depends_on_length=True).variant(length) for length in (16, 17, 18)] == ["", "17", "18"]
 
 
 def capabilities(**settings: Any) -> Capabilities:
@@ -498,7 +498,7 @@ def test_gpu_memory_report_adds_up(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     needs = memory.StepMemory(step=4 * 10**9, graphs=3 * 10**9, tables=10**9)
     with caplog.at_level("INFO", logger=memory.logger.name):
         rows = memory.report_memory(model, make_config(), None, blocks, needs)
-    in_use = {row.name: row.in_use for row in rows}
+    in_use = {row.name: row.used_bytes for row in rows}
     assert in_use[f"KV cache for {4 * blocks} tokens"] == blocks * block_bytes(model, 4)
     assert (in_use["step"], in_use["graphs"], in_use["tables"]) == needs
     assert in_use["left free"] == 76 * 10**9  # the largest step allocates and frees its memory
@@ -510,7 +510,7 @@ def test_cpu_memory_report_adds_up_to_rss() -> None:
     *rows, total = memory.report_memory(
         model, make_config(adapter_host_bytes=5 * 10**9), None, 1000, memory.StepMemory()
     )
-    assert total.in_use == sum(row.in_use for row in rows) == pytest.approx(resident_memory_bytes(), rel=0.05)
+    assert total.used_bytes == sum(row.used_bytes for row in rows) == pytest.approx(resident_memory_bytes(), rel=0.05)
     limits = {row.name: row.limit for row in rows}
     assert limits["KV cache for 4000 tokens"] == 1000 * block_bytes(model, 4)
     assert limits["adapters in host memory"] == 5 * 10**9

@@ -32,7 +32,7 @@ from lorax_server.errors import AdapterError, SourceError
 from lorax_server.files.adapter_files import REQUIRED_FILES
 from lorax_server.files.names import CONFIG_FILE, WEIGHTS_FILE
 from lorax_server.files.regular_file import Stamp, read_stamp_or_none, stamped_size, stat_or_none
-from lorax_server.types import AdapterRef, Resolved
+from lorax_server.types import AdapterRef, ResolvedAdapter
 
 MAX_IDENTITIES = 100_000
 MAX_BASE_TYPES = 10_000
@@ -46,7 +46,7 @@ class FoundAdapter:
     """A resolved adapter in a local folder, with file stamps to detect later changes."""
 
     spec: AdapterSpec
-    resolved: Resolved
+    resolved: ResolvedAdapter
     files: Mapping[Path, Stamp | None]  # stamps of adapter files and watched folders
     roots: Mapping[Path, Stamp | None] = field(default_factory=dict)  # device and inode of each root folder
     is_settled: bool = False  # the stamps are old enough that any later change is detected
@@ -157,7 +157,7 @@ class AdapterFinder:
         spec = AdapterSpec(identity, name, (AdapterCheckpoint(folder, config, stamp, identity, settled),), num_elements)
         stamps = tuple(files[folder / file] or () for file in fetched.tokenizer_files)
         base_name = config.base_model_name and config.base_model_name[:MAX_NAME_LENGTH]
-        resolved = Resolved(
+        resolved = ResolvedAdapter(
             identity, str(folder), fetched.tokenizer_files, tokenizer_stamps=stamps, base_model_name=base_name or None
         )
         return FoundAdapter(spec, resolved, files, is_new=fetched.is_new)

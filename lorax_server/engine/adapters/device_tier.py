@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from lorax_server.engine.adapters.registry import AdapterEntry
 from lorax_server.engine.adapters.space import AdapterSpace
 from lorax_server.errors import AdapterError
-from lorax_server.plan import AdapterOp, Capabilities, Load, Move, Unload
+from lorax_server.plan import AdapterOp, Capabilities, LoadOp, MoveOp, UnloadOp
 from lorax_server.types import AdapterCounters
 
 # Protects a new adapter from eviction until its request runs. The time is limited, because a request that never runs
@@ -27,14 +27,14 @@ class EvictionCandidates:
     def __init__(self, entries: Mapping[str, AdapterEntry], now: float) -> None:
         self._entries = entries
         self._now = now
-        self._found: dict[bool, list[AdapterEntry]] = {}  # in reverse eviction order
+        self._eviction_order: dict[bool, list[AdapterEntry]] = {}  # in reverse eviction order
 
     def pop(self, include_wanted: bool) -> AdapterEntry | None:
         """Return the next adapter to evict, or None. `include_wanted` also allows adapters with waiting requests."""
-        if include_wanted not in self._found:
+        if include_wanted not in self._eviction_order:
             evictable = [entry for entry in self._entries.values() if self._is_evictable(entry, include_wanted)]
-            self._found[include_wanted] = evictable[::-1]
-        found = self._found[include_wanted]
+            self._eviction_order[include_wanted] = evictable[::-1]
+        found = self._eviction_order[include_wanted]
         while found:
             entry = found.pop()
             if self._is_evictable(entry, include_wanted):  # its state may have changed after the list was built
@@ -92,7 +92,7 @@ class DeviceTier:
     def _has_index(self) -> bool:
         return len(self._entries) < self._max_adapters
 
-    def submit(self) -> list[Move]:
+    def submit(self) -> list[MoveOp]:
         """Return the adapter moves for the next step. The step must run them before its other adapter operations."""
         _, moves = self._space.submit()
         self._counters.adapter_moves += len(moves)
@@ -100,20 +100,20 @@ class DeviceTier:
         for move in moves:
             index = self._entries[str(move.key)].index
             assert index is not None
-            ops.append(Move(index, move.source, move.target))
+            ops.append(MoveOp(index, move.source, move.target))
         return ops
 
-    def completed(self, step: int) -> None:
+    def complete_step(self, step: int) -> None:
         """Record a finished step. From now on, loads may overwrite freed space that the step has read."""
-        self._space.completed(step)
+        self._space.complete_step(step)
 
-    def loaded(self, indices: Iterable[int], now: float) -> list[AdapterEntry]:
+    def finish_loading(self, indices: Iterable[int], now: float) -> list[AdapterEntry]:
         """Record finished loads, and return the entries of the loaded adapters."""
         entries = []
         for index in indices:
             entry = self._by_index[index]
             self._loading.remove(index)
-            self._space.loaded(entry.identity)
+            self._space.finish_loading(entry.identity)
             self._counters.adapters_loaded += 1
             entry.is_loaded = True
             entry.protected_until = now + UNUSED_ADAPTER_PROTECTION_S if entry.num_requests else -math.inf
@@ -132,14 +132,14 @@ class DeviceTier:
         self._loading.add(entry.index)
         self._num_pinned += entry.is_pinned
         self._num_pinned_units += entry.units * entry.is_pinned
-        self._ops.append(Load(entry.identity, entry.index, start))
+        self._ops.append(LoadOp(entry.identity, entry.index, start))
         return True
 
     def evict(self, entry: AdapterEntry) -> None:
         assert entry.index is not None
         self._counters.adapters_evicted_from_device += 1
         self._space.free(entry.identity)
-        self._ops.append(Unload(entry.index))
+        self._ops.append(UnloadOp(entry.index))
         del self._by_index[entry.index], self._entries[entry.identity]
         heapq.heappush(self._free_indices, entry.index)
         entry.index, entry.is_loaded, entry.is_draining, entry.protected_until = None, False, False, -math.inf
@@ -182,14 +182,16 @@ class DeviceTier:
         evicted = []
         is_short = self._space.num_free_units < units  # if False, space is fragmented or still being read
         if is_short or not self._has_index:
-            evicted = self._evict_some(units + int(self._num_units * EXTRA_FREE_FRACTION) * is_short, candidates, False)
+            evicted = self._evict_candidates(
+                units + int(self._num_units * EXTRA_FREE_FRACTION) * is_short, candidates, False
+            )
             if is_overdue:
-                evicted += self._evict_some(units, candidates, True)
+                evicted += self._evict_candidates(units, candidates, True)
                 self._drain(units - self._space.num_free_units)
         self._space.compact(units)
         return evicted
 
-    def _evict_some(self, units: int, candidates: EvictionCandidates, include_wanted: bool) -> list[AdapterEntry]:
+    def _evict_candidates(self, units: int, candidates: EvictionCandidates, include_wanted: bool) -> list[AdapterEntry]:
         """Evict adapters until `units` and an index are free, or no candidates remain. Return the evicted adapters."""
         victims: list[AdapterEntry] = []
         while self._space.num_free_units < units or not self._has_index:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from lorax_server.adapters.spec import AdapterSpec
 from lorax_server.engine.adapters.registry import AdapterEntry
 from lorax_server.errors import AdapterError
-from lorax_server.plan import AdapterOp, Drop, Prepare, Prepared
+from lorax_server.plan import AdapterOp, DropOp, PrepareOp, PrepareResult
 from lorax_server.types import AdapterCounters
 
 
@@ -40,7 +40,7 @@ class HostTier:
         entry.is_preparing, entry.num_bytes, entry.error = True, num_bytes, None
         self.bytes_used += num_bytes
         self.num_preparing += 1
-        self._ops.append(Prepare(entry.spec))
+        self._ops.append(PrepareOp(entry.spec))
         return True
 
     def find_error(self, spec: AdapterSpec) -> AdapterError | None:
@@ -56,7 +56,7 @@ class HostTier:
     def _max_bytes(self, spec: AdapterSpec) -> int:
         return spec.num_elements * self._itemsize
 
-    def finish_preparing(self, entry: AdapterEntry, result: Prepared) -> None:
+    def finish_preparing(self, entry: AdapterEntry, result: PrepareResult) -> None:
         """Record that an adapter has been prepared or could not be prepared."""
         self.num_preparing -= 1
         self.bytes_used += result.num_bytes - entry.num_bytes
@@ -73,7 +73,7 @@ class HostTier:
             self._entries.move_to_end(entry.identity)
 
     def drop(self, entry: AdapterEntry) -> None:
-        self._ops.append(Drop(entry.identity))
+        self._ops.append(DropOp(entry.identity))
         del self._entries[entry.identity]
         self.bytes_used -= entry.num_bytes
         entry.is_prepared, entry.num_bytes = False, 0

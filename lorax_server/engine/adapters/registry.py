@@ -126,19 +126,19 @@ class AdapterRegistry:
         if identity in self._merges:
             self._merges.move_to_end(identity)
 
-    def _evict_idle_entries(self, among: OrderedDict[str, AdapterEntry], limit: int) -> list[str]:
+    def _evict_idle_entries(self, entries: OrderedDict[str, AdapterEntry], limit: int) -> list[str]:
         """Remove entries of adapters that are only on disk, least recently used first, until `limit` remain. Return
         their identities.
         """
         forgotten = []
-        while len(among) > limit:
-            identity, entry = next(iter(among.items()))
+        while len(entries) > limit:
+            identity, entry = next(iter(entries.items()))
             if (
                 entry.num_requests
                 or entry.is_load_requested
                 or entry.state not in (AdapterStage.DISK, AdapterStage.FAILED)
             ):
-                among.move_to_end(identity)
+                entries.move_to_end(identity)
                 break
             del self.entries[identity]
             self._merges.pop(identity, None)

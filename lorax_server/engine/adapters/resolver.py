@@ -27,15 +27,15 @@ from lorax_server.engine.adapters.resolutions import (
 )
 from lorax_server.errors import EngineError, InputError, LoraxError, OverloadedError
 from lorax_server.threads import DaemonThreads, completed_future, failed_future, gather
-from lorax_server.types import MAX_MERGED_ADAPTERS, AdapterRef, Merge, Resolved
+from lorax_server.types import MAX_MERGED_ADAPTERS, AdapterRef, Merge, ResolvedAdapter
 
 logger = logging.getLogger(__name__)
 
-FETCHED = "fetched"  # tier of an adapter that was downloaded for this request
+FETCHED_TIER = "fetched"  # tier of an adapter that was downloaded for this request
 MAX_PENDING_FETCHES = 10_000  # maximum number of running and queued fetches
 NUM_CHECK_THREADS = 2  # number of threads per source that check files
 
-SpecAndResolved = tuple[AdapterSpec, Resolved]
+SpecAndResolved = tuple[AdapterSpec, ResolvedAdapter]
 
 
 @dataclass(eq=False)
@@ -91,7 +91,7 @@ class AdapterResolver:
             adapters = [self._find(ref) for ref in refs]
         except Exception as error:
             return failed_future(error)
-        return gather(adapters, partial(_combine, merge), _copy)
+        return gather(adapters, partial(_combine_adapters, merge), _copy_error)
 
     def forget(self, source: str, name: str) -> None:
         """Drop the cached resolution of an adapter name. Later requests do not share running fetches."""
@@ -112,7 +112,7 @@ class AdapterResolver:
         for threads in (*self._threads.values(), *self._check_threads.values(), self._other_threads):
             threads.close()
         for result in (*(fetch.result for fetch in unfinished), *checks):
-            result.set_exception(_closed())
+            result.set_exception(_make_closed_error())
 
     def _find(self, ref: AdapterRef) -> "Future[FoundAdapter]":
         key = make_ref_key(ref)
@@ -199,7 +199,7 @@ class AdapterResolver:
 
     def _check_open(self, num_before: int = 0) -> None:
         if self._is_closed:
-            raise _closed()
+            raise _make_closed_error()
         if num_before >= MAX_PENDING_FETCHES:
             raise OverloadedError(f"{MAX_PENDING_FETCHES} adapters are being fetched already; try again later", RETRY_S)
 
@@ -272,8 +272,8 @@ def _check_request(refs: Sequence[AdapterRef], merge: Merge | None) -> None:
         raise InputError(f"{len(refs)} merged adapters need {len(refs)} weights (got {len(merge.weights)})")
 
 
-def _combine(merge: Merge | None, adapters: Sequence[FoundAdapter]) -> SpecAndResolved:
-    tier = FETCHED if any(adapter.is_new for adapter in adapters) else ""
+def _combine_adapters(merge: Merge | None, adapters: Sequence[FoundAdapter]) -> SpecAndResolved:
+    tier = FETCHED_TIER if any(adapter.is_new for adapter in adapters) else ""
     if merge is None:
         return adapters[0].spec, adapters[0].resolved._replace(tier=tier)
     specs = [adapter.spec for adapter in adapters]
@@ -281,12 +281,12 @@ def _combine(merge: Merge | None, adapters: Sequence[FoundAdapter]) -> SpecAndRe
     parts = tuple(part for spec in specs for part in spec.checkpoints)
     name, num_elements = ",".join(spec.name for spec in specs), sum(spec.num_elements for spec in specs)
     stale = next((adapter.resolved.stale for adapter in adapters if adapter.resolved.stale is not None), None)
-    return AdapterSpec(identity, name, parts, num_elements, merge), Resolved(identity, tier=tier, stale=stale)
+    return AdapterSpec(identity, name, parts, num_elements, merge), ResolvedAdapter(identity, tier=tier, stale=stale)
 
 
-def _copy(error: BaseException) -> BaseException:
+def _copy_error(error: BaseException) -> BaseException:
     return copy_error(error, error.retry_after_s) if isinstance(error, LoraxError) else error
 
 
-def _closed() -> EngineError:
+def _make_closed_error() -> EngineError:
     return EngineError("the server is shutting down")

@@ -89,7 +89,7 @@ class AdapterSpace:
         self.num_free_units -= units
         return start
 
-    def loaded(self, key: Hashable) -> None:
+    def finish_loading(self, key: Hashable) -> None:
         """Record a finished or failed load. Steps may read the extent from now on."""
         assert self._extents[key].is_loading, f"{key} is already loaded"
         self._extents[key].is_loading = False
@@ -109,7 +109,7 @@ class AdapterSpace:
         moves, self._moves = self._moves, []
         return self._num_submitted, moves
 
-    def completed(self, step: int) -> None:
+    def complete_step(self, step: int) -> None:
         """Record a finished step. Steps finish in order."""
         assert step == self._num_completed + 1 <= self._num_submitted, f"step {step} is not the next to finish"
         self._num_completed = step

@@ -21,7 +21,7 @@ from lorax_server.engine.adapters.host_tier import HostTier
 from lorax_server.engine.adapters.registry import AdapterEntry, AdapterRegistry
 from lorax_server.engine.sequence import NEVER
 from lorax_server.errors import AdapterError, LoraxError
-from lorax_server.plan import AdapterOp, Capabilities, Prepared
+from lorax_server.plan import AdapterOp, Capabilities, PrepareResult
 from lorax_server.types import AdapterCounters, AdapterStage, AdapterState
 
 BASE_MODEL = ""
@@ -131,7 +131,7 @@ class AdapterTable:
             self._unload_if_idle(entry)
             self._has_changed = True
 
-    def prepared(self, result: Prepared) -> None:
+    def process_prepared(self, result: PrepareResult) -> None:
         """Record that an adapter has been prepared or could not be prepared."""
         entry = self._registry[result.identity]
         self._has_changed = True
@@ -293,15 +293,15 @@ class AdapterTable:
         self._ops.clear()
         return ops
 
-    def completed(self, step: int, loaded: Iterable[int]) -> None:
+    def complete_step(self, step: int, loaded: Iterable[int]) -> None:
         """Record a finished step and the loads that it reports."""
         self._has_changed = True
-        self._device.completed(step)
-        self.loaded(loaded)
+        self._device.complete_step(step)
+        self.process_loaded(loaded)
 
-    def loaded(self, indices: Iterable[int]) -> None:
+    def process_loaded(self, indices: Iterable[int]) -> None:
         """Record finished loads, given as adapter indices."""
-        for entry in self._device.loaded(indices, self._clock()):
+        for entry in self._device.finish_loading(indices, self._clock()):
             self._has_changed = True
             if entry.is_wanted:
                 self._mark_loaded(entry)

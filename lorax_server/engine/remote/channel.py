@@ -72,9 +72,9 @@ class ClientChannel:
         if isinstance(first, messages.Ready):
             return first.info
         exit_code = await self.stop()
-        if isinstance(first, messages.Failed) and first.user_error is not None:
+        if isinstance(first, messages.EngineFailed) and first.user_error is not None:
             raise first.user_error.to_error()
-        reason = f": {first.message}" if isinstance(first, messages.Failed) else ""
+        reason = f": {first.message}" if isinstance(first, messages.EngineFailed) else ""
         raise EngineError(f"the engine process exited during startup ({describe_exit(exit_code)}){reason}")
 
     def open(self) -> str:
@@ -210,7 +210,7 @@ class EngineChannel:
         user_error = None
         if isinstance(error, LoraxError) and not isinstance(error, EngineError):
             user_error = Failure.from_error(error)
-        self.send(messages.Failed(reason.encode(errors="backslashreplace").decode(), user_error))
+        self.send(messages.EngineFailed(reason.encode(errors="backslashreplace").decode(), user_error))
 
     def fail(self, error: Exception) -> None:
         """Report a fatal error and wait for the acknowledgment, because unsent messages may be lost at process exit."""

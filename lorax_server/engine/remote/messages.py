@@ -15,7 +15,7 @@ from lorax_server.types import (
     Merge,
     Output,
     Request,
-    Resolved,
+    ResolvedAdapter,
 )
 
 Received = TypeVar("Received")
@@ -80,11 +80,11 @@ class ListAdapters(Query, frozen=True):
 
 
 class Stop(EngineMessage, frozen=True):
-    """Stops the engine. The API process also sends it to acknowledge `Failed`."""
+    """Stops the engine. The API process also sends it to acknowledge `EngineFailed`."""
 
 
-Queries = Resolve | LoadAdapter | UnloadAdapter | MoveRequests | ForgetAdapter | ListAdapters | GetStatus
-ToEngine = Add | Abort | Queries | Stop
+AnyQuery = Resolve | LoadAdapter | UnloadAdapter | MoveRequests | ForgetAdapter | ListAdapters | GetStatus
+ToEngine = Add | Abort | AnyQuery | Stop
 
 # --- From the engine --------------------------------------------------------------------------------------------------
 
@@ -106,7 +106,7 @@ class Reply(EngineMessage, Generic[Result], frozen=True):
     result: Result
 
 
-class ResolveReply(Reply[Resolved], frozen=True):
+class ResolveReply(Reply[ResolvedAdapter], frozen=True):
     pass
 
 
@@ -118,7 +118,7 @@ class AdaptersReply(Reply[list[AdapterState]], frozen=True):
     pass
 
 
-class Done(Reply[None], frozen=True):
+class DoneReply(Reply[None], frozen=True):
     """The reply after an adapter was loaded or unloaded, its resolution was forgotten, or requests moved."""
 
     result: None = None
@@ -128,14 +128,14 @@ class QueryFailed(Reply[Failure], frozen=True):
     pass
 
 
-class Failed(EngineMessage, frozen=True):
+class EngineFailed(EngineMessage, frozen=True):
     """The engine's final message, with the reason why it stopped, and the exception if it is a user error."""
 
     message: str
     user_error: Failure | None = None
 
 
-FromEngine = Ready | Outputs | ResolveReply | StatusReply | AdaptersReply | Done | QueryFailed | Failed
+FromEngine = Ready | Outputs | ResolveReply | StatusReply | AdaptersReply | DoneReply | QueryFailed | EngineFailed
 
 # --- Bytes ------------------------------------------------------------------------------------------------------------
 

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-IDLE_TURNS_BEFORE_TRIM = 20  # idle loop iterations before freed memory is returned to the system
+IDLE_STEPS_BEFORE_TRIM = 20  # idle loop iterations before freed memory is returned to the system
 
 
 @contextmanager
-def connected(address: str) -> Iterator[EngineChannel]:
+def open_channel(address: str) -> Iterator[EngineChannel]:
     """Open the channel to the API process, and report exceptions in the `with` block to the API process.
 
     SIGINT is ignored, because the API process decides when the engine stops.
@@ -92,7 +92,7 @@ class _EngineLoop:
                 self._idle_s += time.monotonic() - since
                 self._num_idle += 1
                 # Once per idle period: this takes milliseconds, and the next step allocates memory again.
-                if self._num_idle == IDLE_TURNS_BEFORE_TRIM:
+                if self._num_idle == IDLE_STEPS_BEFORE_TRIM:
                     gc.collect()  # full collections are rare while steps are running
                     trim_malloc()
 
@@ -126,22 +126,22 @@ class _EngineLoop:
                 except Exception as error:
                     self._send_error(message.query_id, error)
 
-    def _handle_query(self, message: messages.Queries) -> None:
+    def _handle_query(self, message: messages.AnyQuery) -> None:
         query_id, engine = message.query_id, self._engine
         match message:
             case messages.Resolve(_, refs, merge):
                 self._reply_when_done(query_id, engine.resolve(refs, merge), messages.ResolveReply)
             case messages.LoadAdapter(_, identity, pin):
-                self._reply_when_done(query_id, engine.load(identity, pin), messages.Done)
+                self._reply_when_done(query_id, engine.load(identity, pin), messages.DoneReply)
             case messages.UnloadAdapter(_, identity):
                 engine.unload(identity)
-                self._channel.send(messages.Done(query_id))
+                self._channel.send(messages.DoneReply(query_id))
             case messages.MoveRequests(_, request_ids, identity):
                 engine.move(request_ids, identity)
-                self._channel.send(messages.Done(query_id))
+                self._channel.send(messages.DoneReply(query_id))
             case messages.ForgetAdapter(_, source, name):
                 engine.forget(source, name)
-                self._channel.send(messages.Done(query_id))
+                self._channel.send(messages.DoneReply(query_id))
             case messages.ListAdapters(_, identities):
                 self._channel.send(messages.AdaptersReply(query_id, engine.list_adapters(identities)))
             case messages.GetStatus():

@@ -15,7 +15,16 @@ from lorax_server.engine.remote import messages
 from lorax_server.engine.remote.channel import ClientChannel, describe_exit
 from lorax_server.engine.remote.output_stream import Handler, OutputStream
 from lorax_server.errors import EngineError, InputError, LoraxError
-from lorax_server.types import AdapterRef, AdapterState, EngineInfo, EngineStatus, Merge, Output, Request, Resolved
+from lorax_server.types import (
+    AdapterRef,
+    AdapterState,
+    EngineInfo,
+    EngineStatus,
+    Merge,
+    Output,
+    Request,
+    ResolvedAdapter,
+)
 
 logger = logging.getLogger(__name__)
 Config = TypeVar("Config")
@@ -52,7 +61,7 @@ class RemoteEngine:
         self._streams: dict[int, OutputStream] = {}
         self._channel: ClientChannel | None = None
         self._supervisor: asyncio.Task[None] | None = None
-        self._problem = "the engine is not started"
+        self._restart_reason = "the engine is not started"
         self._retry_after_s: float | None = None
 
     def new_id(self) -> int:
@@ -115,21 +124,21 @@ class RemoteEngine:
             stream.close(error)
             self._send(messages.Abort((request_id,)))
 
-    async def resolve(self, refs: Sequence[AdapterRef], merge: Merge | None = None) -> Resolved:
+    async def resolve(self, refs: Sequence[AdapterRef], merge: Merge | None = None) -> ResolvedAdapter:
         return await self._query(messages.Resolve(self.new_id(), tuple(refs), merge), messages.ResolveReply)
 
     async def load(self, identity: str, pin: bool | None = None) -> None:
-        await self._query(messages.LoadAdapter(self.new_id(), identity, pin), messages.Done)
+        await self._query(messages.LoadAdapter(self.new_id(), identity, pin), messages.DoneReply)
 
     async def unload(self, identity: str) -> None:
-        await self._query(messages.UnloadAdapter(self.new_id(), identity), messages.Done)
+        await self._query(messages.UnloadAdapter(self.new_id(), identity), messages.DoneReply)
 
     async def move(self, request_ids: Sequence[int], identity: str) -> None:
         """Continue requests with another loaded adapter. Requests that have finished are ignored."""
-        await self._query(messages.MoveRequests(self.new_id(), tuple(request_ids), identity), messages.Done)
+        await self._query(messages.MoveRequests(self.new_id(), tuple(request_ids), identity), messages.DoneReply)
 
     async def forget(self, source: str, name: str) -> None:
-        await self._query(messages.ForgetAdapter(self.new_id(), source, name), messages.Done)
+        await self._query(messages.ForgetAdapter(self.new_id(), source, name), messages.DoneReply)
 
     async def list_adapters(self, identities: Sequence[str]) -> list[AdapterState]:
         return await self._query(messages.ListAdapters(self.new_id(), tuple(identities)), messages.AdaptersReply)
@@ -137,7 +146,7 @@ class RemoteEngine:
     async def status(self) -> EngineStatus:
         return await self._query(messages.GetStatus(self.new_id()), messages.StatusReply)
 
-    async def _query(self, message: messages.Queries, kind: type[messages.Reply[Result]]) -> Result:
+    async def _query(self, message: messages.AnyQuery, kind: type[messages.Reply[Result]]) -> Result:
         self._send(message)
         query = self._queries[message.query_id] = asyncio.get_running_loop().create_future()
         try:
@@ -175,7 +184,7 @@ class RemoteEngine:
             match message:
                 case None:
                     return f"the engine process exited ({describe_exit(await channel.stop())})"
-                case messages.Failed(reason, _):
+                case messages.EngineFailed(reason, _):
                     return f"the engine failed: {reason}"
                 case messages.Outputs():
                     pass
@@ -268,7 +277,7 @@ class RemoteEngine:
         """Fail all pending requests and queries."""
         if retry_after_s is not None:
             problem, retry_after_s = f"{problem}; the engine is restarting", float(math.ceil(max(1.0, retry_after_s)))
-        self.is_healthy, self._problem, self._retry_after_s = False, problem, retry_after_s
+        self.is_healthy, self._restart_reason, self._retry_after_s = False, problem, retry_after_s
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.close(self._make_unavailable_error())
@@ -277,11 +286,11 @@ class RemoteEngine:
                 query.set_exception(self._make_unavailable_error())
 
     def _make_unavailable_error(self) -> EngineError:
-        return EngineError(self._problem, self._retry_after_s)
+        return EngineError(self._restart_reason, self._retry_after_s)
 
 
-def next_restart_delay_s(last_s: float, uptime_s: float, first_s: float) -> float:
+def next_restart_delay_s(last_delay_s: float, uptime_s: float, first_delay_s: float) -> float:
     """Return the delay before a restart. It is 0 after a long uptime, and otherwise doubles up to a limit."""
     if uptime_s >= STABLE_AFTER_S:
         return 0.0
-    return min(max(first_s, 2 * last_s), MAX_RESTART_DELAY_S)
+    return min(max(first_delay_s, 2 * last_delay_s), MAX_RESTART_DELAY_S)

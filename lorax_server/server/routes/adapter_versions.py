@@ -41,7 +41,7 @@ from lorax_server.server.routes.adapters import OPENAPI_TAG, delete_retired, tra
 from lorax_server.server.routes.openai import ERROR_RESPONSES
 from lorax_server.server.schemas.openai import AdapterVersionList, VersionWeights
 from lorax_server.server.service import Service
-from lorax_server.types import AdapterRef, Resolved
+from lorax_server.types import AdapterRef, ResolvedAdapter
 
 MAX_UPLOADS = 4  # concurrent uploads
 WRITE_BYTES = 2**20  # bytes per write; a thread switch for each network packet would be slow
@@ -222,7 +222,7 @@ class _Upload:
         if size > limit:
             raise HTTPException(413, f"the weights must have at most {limit} bytes (--max-adapter-file-bytes)")
 
-    async def _find_present(self, has_config: bool) -> tuple[AdapterKey | None, Resolved | None]:
+    async def _find_present(self, has_config: bool) -> tuple[AdapterKey | None, ResolvedAdapter | None]:
         """Return the adapter that the name refers to, or None. If the request contains no config, the adapter must
         exist.
         """
@@ -240,7 +240,7 @@ class _Upload:
         service.adapter_index.add(present.identity, key)
         return key, present
 
-    def _make_folder(self, present: Resolved | None, raw_config: Mapping[str, Any] | None) -> Path:
+    def _make_folder(self, present: ResolvedAdapter | None, raw_config: Mapping[str, Any] | None) -> Path:
         """Return a new folder with a config, and with the tokenizer files of the current adapter."""
         versions = self._service.versions
         folder = versions.make_folder()

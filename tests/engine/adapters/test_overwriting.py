@@ -16,7 +16,7 @@ from lorax_server.engine.adapters.resolutions import INCOMPLETE_WRITE_S, LOCAL_R
 from lorax_server.engine.engine import Engine
 from lorax_server.errors import AdapterError, AdapterNotFoundError, SourceError
 from lorax_server.files.names import CONFIG_FILE, WEIGHTS_FILE
-from lorax_server.types import AdapterRef, AdapterStage, Failure, Merge, Resolved
+from lorax_server.types import AdapterRef, AdapterStage, Failure, Merge, ResolvedAdapter
 from tests.engine.adapters.test_resolver import ResolverHarness, files_of, identity_of, result
 
 OLD, NEW = files_of(1), files_of(2)
@@ -37,7 +37,7 @@ def overwrite(harness: ResolverHarness, file: str, content: bytes) -> None:
         opened.write(content)
 
 
-def resolve(harness: ResolverHarness) -> Resolved:
+def resolve(harness: ResolverHarness) -> ResolvedAdapter:
     return result(harness.submit("tuned", "local"))[1]
 
 
@@ -56,7 +56,7 @@ def test_partially_overwritten_adapter_serves_old_version(harness: ResolverHarne
         assert "'tuned'" in result.stale.message
     overwrite(harness, file, content)
     harness.clock.now += RETRY_S
-    assert resolve(harness)._replace(folder=None, tier="") == Resolved(new)
+    assert resolve(harness)._replace(folder=None, tier="") == ResolvedAdapter(new)
 
 
 def test_stale_adapter_is_logged(harness: ResolverHarness, caplog: pytest.LogCaptureFixture) -> None:
@@ -191,7 +191,7 @@ def test_merge_with_stale_adapter_is_marked_stale(harness: ResolverHarness) -> N
 @pytest.mark.parametrize("state", [*AdapterStage, None])
 def test_stale_adapter_is_served_only_from_memory(state: AdapterStage | None) -> None:
     """An old version that is not in memory cannot be served: its files have changed."""
-    stale = Resolved("old", stale=Failure("AdapterError", 424, "half of it is missing"))
+    stale = ResolvedAdapter("old", stale=Failure("AdapterError", 424, "half of it is missing"))
     result: Future[Any] = Future()
     result.set_result((SimpleNamespace(identity="old", merge=None, checkpoints=()), stale))
     executor = SimpleNamespace(capabilities=None, on_event=lambda *_: None)

@@ -45,7 +45,7 @@ from lorax_server.errors import (
 from lorax_server.files.adapter_files import REQUIRED_FILES, TEMPLATES_FOLDER
 from lorax_server.files.names import CONFIG_FILE, WEIGHTS_FILE
 from lorax_server.files.regular_file import Stamp, read_stamp, read_stamp_or_none
-from lorax_server.types import AdapterRef, Merge, Resolved
+from lorax_server.types import AdapterRef, Merge, ResolvedAdapter
 from tests.adapters.sources.hub_server import HubServer, Repo
 from tests.adapters.sources.server import Fault, Reply, running
 from tests.adapters.test_checkpoint import entry, file_bytes
@@ -198,8 +198,8 @@ class ResolverHarness:
             made.close()
 
 
-def result(future: "Future[Any]") -> tuple[AdapterSpec, Resolved]:
-    result: tuple[AdapterSpec, Resolved] = future.result(TIMEOUT_S)
+def result(future: "Future[Any]") -> tuple[AdapterSpec, ResolvedAdapter]:
+    result: tuple[AdapterSpec, ResolvedAdapter] = future.result(TIMEOUT_S)
     return result
 
 
@@ -247,7 +247,7 @@ def test_local_adapter_resolves_to_spec_and_tokenizer_files(harness: ResolverHar
     part = AdapterCheckpoint(folder, config, read_stamp(folder / WEIGHTS_FILE), identity, is_settled=False)
     assert spec == AdapterSpec(identity, "team/tuned", (part,), NUM_ELEMENTS)
     stamps = (read_stamp(folder / "tokenizer.json"),)
-    assert resolved == Resolved(identity, str(folder), ("tokenizer.json",), tokenizer_stamps=stamps)
+    assert resolved == ResolvedAdapter(identity, str(folder), ("tokenizer.json",), tokenizer_stamps=stamps)
 
 
 def test_resolved_spec_is_picklable_after_pattern_use(harness: ResolverHarness) -> None:
@@ -512,7 +512,7 @@ def test_merge_resolves_to_one_adapter(harness: ResolverHarness) -> None:
     spec, resolved = result(harness.resolver.resolve([AdapterRef("local", "a"), AdapterRef("fake", "b")], merge))
     parts = [result(harness.submit(name))[0].checkpoints[0] for name in "ab"]
     assert spec == AdapterSpec(merge.identity(identities), "a,b", tuple(parts), 2 * NUM_ELEMENTS, merge)
-    assert resolved == Resolved(spec.identity)
+    assert resolved == ResolvedAdapter(spec.identity)
 
 
 def test_merge_of_duplicates_fetches_adapter_once(harness: ResolverHarness) -> None:

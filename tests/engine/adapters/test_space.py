@@ -26,13 +26,13 @@ def filled(num_units: int, *sizes: int) -> AdapterSpace:
 def load(space: AdapterSpace, key: str, units: int) -> int | None:
     start = space.allocate(key, units)
     if start is not None:
-        space.loaded(key)
+        space.finish_loading(key)
     return start
 
 
 def run_step(space: AdapterSpace) -> list[ExtentMove]:
     step, moves = space.submit()
-    space.completed(step)
+    space.complete_step(step)
     return moves
 
 
@@ -59,9 +59,9 @@ def test_space_is_free_after_last_reading_step() -> None:
     space.free("a")
     assert space.num_free_units == 5
     assert space.largest_hole == 0
-    space.completed(first)
+    space.complete_step(first)
     assert space.allocate("c", 5) is None
-    space.completed(second)
+    space.complete_step(second)
     assert space.allocate("c", 5) == 0
 
 
@@ -70,7 +70,7 @@ def test_later_step_does_not_delay_freed_space() -> None:
     before, _ = space.submit()
     space.free("a")
     space.submit()
-    space.completed(before)
+    space.complete_step(before)
     assert space.allocate("c", 5) == 0
 
 
@@ -155,13 +155,13 @@ def test_vacated_space_is_free_after_move_step() -> None:
     space.free("a")
     space.free("c")
     space.compact(4)
-    space.completed(in_flight)
+    space.complete_step(in_flight)
     assert space.largest_hole == 0
     assert space.needs_step
     carrier, moves = space.submit()
     assert moves
     assert space.largest_hole == 0
-    space.completed(carrier)
+    space.complete_step(carrier)
     assert space.largest_hole == 4
 
 
@@ -205,7 +205,7 @@ def test_loading_adapter_is_not_moved() -> None:
     assert space._extents["loading"].start == 6
     space.compact(6)
     assert not space.needs_step
-    space.loaded("loading")
+    space.finish_loading("loading")
     space.compact(6)
     assert run_step(space) == [ExtentMove("loading", 6, 2, 2)]
     assert space.allocate("d", 6) == 4
@@ -232,11 +232,11 @@ def test_free_cancels_move_but_waits_for_step() -> None:
         [("allocate", "a", 1)],
         [("compact", 0)],
         [("compact", 11)],
-        [("loaded", "a")],
+        [("finish_loading", "a")],
         [("allocate", "b", 1), ("free", "b")],
-        [("completed", 1)],
-        [("submit",), ("submit",), ("completed", 2)],
-        [("submit",), ("completed", 1), ("completed", 1)],
+        [("complete_step", 1)],
+        [("submit",), ("submit",), ("complete_step", 2)],
+        [("submit",), ("complete_step", 1), ("complete_step", 1)],
     ],
 )
 def test_misuse_raises_assertion_error(calls: list[tuple[str, ...]]) -> None:
@@ -252,13 +252,13 @@ def test_zero_units_are_allowed() -> None:
     space = AdapterSpace(0)
     assert space.num_free_units == space.largest_hole == 0
     assert space.submit() == (1, [])
-    space.completed(1)
+    space.complete_step(1)
     assert not space.needs_step
     with pytest.raises(AssertionError):
         AdapterSpace(-1)
 
 
-@pytest.mark.parametrize("method", [AdapterSpace.free, AdapterSpace.loaded])
+@pytest.mark.parametrize("method", [AdapterSpace.free, AdapterSpace.finish_loading])
 def test_unknown_adapter_raises_key_error(method: Callable[[AdapterSpace, str], object]) -> None:
     with pytest.raises(KeyError):
         method(filled(10, 5), "b")
@@ -418,7 +418,7 @@ class SpaceStateMachine(RuleBasedStateMachine):
     def finish_load(self, which: int) -> None:
         if self.loading:
             key = self.loading.pop(which % len(self.loading))
-            self.space.loaded(key)
+            self.space.finish_loading(key)
             for worker in self.workers:
                 worker.loaded(key)
 
@@ -486,7 +486,7 @@ class SpaceStateMachine(RuleBasedStateMachine):
     def complete(self) -> None:
         for worker in self.workers:
             worker.completed(len(self.in_flight))
-        self.space.completed(self.in_flight.popleft())
+        self.space.complete_step(self.in_flight.popleft())
 
     def end_all_steps(self) -> None:
         if self.space.needs_step:

@@ -21,7 +21,7 @@ from lorax_server.engine.adapters import device_tier, host_tier, registry, table
 from lorax_server.engine.adapters.device_tier import UNUSED_ADAPTER_PROTECTION_S
 from lorax_server.engine.adapters.table import MAX_PREPARING, AdapterTable
 from lorax_server.errors import AdapterError, InputError, LoraxError, SourceError
-from lorax_server.plan import AdapterOp, Drop, Load, Prepare, Prepared, Unload
+from lorax_server.plan import AdapterOp, DropOp, LoadOp, PrepareOp, PrepareResult, UnloadOp
 from lorax_server.types import AdapterRef, AdapterStage, Merge
 from tests.engine.fake_workers import UNIT_BYTES, VOCAB, EngineSimulation, make_capabilities, make_spec
 from tests.grids import slow_except
@@ -51,12 +51,12 @@ class TableHarness:
         self.table.advance()
         on_host = self.on_host
         ops = list(self.table.submit())
-        assert all(op.identity in on_host for op in ops if isinstance(op, Load)), "loaded from nowhere"
+        assert all(op.identity in on_host for op in ops if isinstance(op, LoadOp)), "loaded from nowhere"
         self.ops += ops
         self.num_steps += 1
-        self.preparing += [op.spec for op in ops if isinstance(op, Prepare)]
-        self.loading += [op.index for op in ops if isinstance(op, Load)]
-        self.table.completed(self.num_steps, self.loading if load else ())
+        self.preparing += [op.spec for op in ops if isinstance(op, PrepareOp)]
+        self.loading += [op.index for op in ops if isinstance(op, LoadOp)]
+        self.table.complete_step(self.num_steps, self.loading if load else ())
         if load:
             self.loading = []
         while prepare and self.preparing:
@@ -67,7 +67,7 @@ class TableHarness:
         spec = next(spec for spec in self.preparing if spec.identity == identity)
         self.preparing.remove(spec)
         units = 0 if error else spec.num_elements
-        self.table.prepared(Prepared(identity, units, units * UNIT_BYTES, VOCAB, error))
+        self.table.process_prepared(PrepareResult(identity, units, units * UNIT_BYTES, VOCAB, error))
 
     def steps(self, count: int = 6) -> list[str]:
         """Run steps, and return the identities of arrived adapters."""
@@ -123,12 +123,12 @@ def test_adapter_moves_from_disk_to_device() -> None:
     harness.register(a=3)
     assert harness.state("a") == [AdapterStage.DISK]
     harness.request("a")
-    assert [type(op) for op in harness.step(prepare=False)] == [Prepare]
+    assert [type(op) for op in harness.step(prepare=False)] == [PrepareOp]
     assert harness.state("a") == [AdapterStage.PREPARING]
     assert harness.table.num_preparing == 1
     harness.finish_prepare("a")
     assert harness.state("a") == [AdapterStage.HOST]
-    assert harness.step(load=False) == [Load("a", 1, 0)]
+    assert harness.step(load=False) == [LoadOp("a", 1, 0)]
     assert harness.state("a") == [AdapterStage.LOADING]
     assert harness.table.is_loading
     assert harness.table.index_of("a", has_started=False) is None
@@ -154,7 +154,7 @@ def test_base_model_is_always_loaded() -> None:
     table.release("")
     table.remove_request("", has_started=True)
     assert table.submit() == ()
-    table.completed(1, [])
+    table.complete_step(1, [])
     assert not table.needs_step
 
 
@@ -187,8 +187,8 @@ def test_index_is_reused() -> None:
     harness = TableHarness(units=10)
     harness.register(a=4, b=4, c=4)
     harness.use("a", "b", "c")
-    assert [op.index for op in harness.ops if isinstance(op, Load)] == [1, 2, 1]
-    assert [op for op in harness.ops if isinstance(op, Unload)] == [Unload(1)]
+    assert [op.index for op in harness.ops if isinstance(op, LoadOp)] == [1, 2, 1]
+    assert [op for op in harness.ops if isinstance(op, UnloadOp)] == [UnloadOp(1)]
 
 
 def test_device_evicts_if_indices_run_out() -> None:
@@ -200,7 +200,7 @@ def test_device_evicts_if_indices_run_out() -> None:
         assert name in harness.on_device
         assert len(harness.on_device) <= 3
     assert harness.on_device == set(names[-3:])
-    assert {op.index for op in harness.ops if isinstance(op, Load)} == {1, 2, 3}
+    assert {op.index for op in harness.ops if isinstance(op, LoadOp)} == {1, 2, 3}
     assert harness.table.counters.adapters_evicted_from_device == 5
 
 
@@ -237,14 +237,14 @@ def test_host_evicts_least_recently_used() -> None:
     assert harness.on_host == {"a", "c"}
     assert harness.on_device == {"a", "b", "c"}
     assert harness.table._host.bytes_used == 8 * UNIT_BYTES
-    assert [op for op in harness.ops if isinstance(op, Drop)] == [Drop("b")]
+    assert [op for op in harness.ops if isinstance(op, DropOp)] == [DropOp("b")]
 
 
 def test_evicted_adapter_without_host_copy_is_prepared_again() -> None:
     harness = TableHarness(units=8, host=4)
     harness.register(a=4, b=4, c=4)
     harness.use("a", "b", "c", "a")
-    assert Counter(op.spec.identity for op in harness.ops if isinstance(op, Prepare)) == {"a": 2, "b": 1, "c": 1}
+    assert Counter(op.spec.identity for op in harness.ops if isinstance(op, PrepareOp)) == {"a": 2, "b": 1, "c": 1}
 
 
 def test_adapter_larger_than_host_memory_is_rejected_before_reading() -> None:
@@ -276,7 +276,7 @@ def test_adapter_larger_than_estimate_evicts_other_adapters() -> None:
     harness.use("a")
     harness.request("b")
     harness.step(prepare=False)
-    harness.table.prepared(Prepared("b", 6, 6 * UNIT_BYTES, VOCAB))
+    harness.table.process_prepared(PrepareResult("b", 6, 6 * UNIT_BYTES, VOCAB))
     assert harness.on_host == {"b"}
     assert harness.table._host.bytes_used == 6 * UNIT_BYTES
 
@@ -391,7 +391,7 @@ def test_waiting_adapter_is_prepared_before_prefetch() -> None:
     harness.register(**{f"w{i}": 1 for i in range(MAX_PREPARING)})
     harness.request(*(f"w{i}" for i in range(MAX_PREPARING)))
     ops = harness.step()
-    assert [op.spec.identity for op in ops if isinstance(op, Prepare)] == [f"w{i}" for i in range(MAX_PREPARING)]
+    assert [op.spec.identity for op in ops if isinstance(op, PrepareOp)] == [f"w{i}" for i in range(MAX_PREPARING)]
     harness.step()
     assert harness.state("named") == [AdapterStage.HOST]
 
@@ -446,7 +446,7 @@ def test_unload_of_idle_adapter_evicts_immediately() -> None:
     harness.steps()
     harness.table.unload_when_idle("a")
     assert harness.table.needs_step
-    assert harness.step() == [Unload(1), Drop("a")]
+    assert harness.step() == [UnloadOp(1), DropOp("a")]
     assert harness.state("a") == [AdapterStage.DISK]
     assert harness.table._host.bytes_used == 0
 
@@ -515,7 +515,7 @@ def test_abort_during_load_does_not_block_next_request() -> None:
     harness.request("a")
     harness.step(load=False)
     assert harness.steps() == ["a"]
-    assert Counter(type(op) for op in harness.ops) == {Prepare: 1, Load: 1}
+    assert Counter(type(op) for op in harness.ops) == {PrepareOp: 1, LoadOp: 1}
 
 
 def test_new_adapter_is_protected_until_first_run() -> None:
@@ -775,7 +775,7 @@ def test_same_content_is_read_from_new_folder() -> None:
     harness.use("b")
     assert harness.on_host == {"b"}
     harness.use("a")
-    assert [op.spec for op in harness.ops if isinstance(op, Prepare)][-1] is moved
+    assert [op.spec for op in harness.ops if isinstance(op, PrepareOp)][-1] is moved
 
 
 def test_new_folder_clears_failure() -> None:

@@ -32,7 +32,7 @@ from lorax_server.types import (
     Output,
     Pooled,
     Request,
-    Resolved,
+    ResolvedAdapter,
     SampledToken,
     SamplingParams,
     StartInfo,
@@ -110,7 +110,7 @@ merges = st.builds(
 )
 stamps = st.lists(st.lists(ids, max_size=4).map(tuple), max_size=3).map(tuple)
 resolved = st.builds(
-    Resolved,
+    ResolvedAdapter,
     texts,
     st.none() | texts,
     st.lists(texts, max_size=3).map(tuple),
@@ -140,9 +140,9 @@ FROM_ENGINE = {
     messages.ResolveReply: st.builds(messages.ResolveReply, ids, resolved),
     messages.StatusReply: st.builds(messages.StatusReply, ids, statuses),
     messages.AdaptersReply: st.builds(messages.AdaptersReply, ids, st.lists(states, max_size=3)),
-    messages.Done: st.builds(messages.Done, ids),
+    messages.DoneReply: st.builds(messages.DoneReply, ids),
     messages.QueryFailed: st.builds(messages.QueryFailed, ids, failures),
-    messages.Failed: st.builds(messages.Failed, texts),
+    messages.EngineFailed: st.builds(messages.EngineFailed, texts),
 }
 
 
@@ -231,7 +231,7 @@ def test_unsupported_values_raise_channel_error(fields: dict[str, Any]) -> None:
 
 def test_message_in_wrong_direction_is_rejected() -> None:
     with pytest.raises(messages.ChannelError, match="Done"):
-        messages.decode_to_engine(messages.encode(messages.Done(1)))
+        messages.decode_to_engine(messages.encode(messages.DoneReply(1)))
 
 
 def test_decoding_validates_parameters() -> None:
@@ -290,8 +290,8 @@ def test_messages_keep_order_in_both_directions() -> None:
         engine.open()
         for number in range(5000):
             client.send(messages.GetStatus(number))
-            engine.send(messages.Done(number))
-        assert [await client.receive() for _ in range(5000)] == [messages.Done(number) for number in range(5000)]
+            engine.send(messages.DoneReply(number))
+        assert [await client.receive() for _ in range(5000)] == [messages.DoneReply(number) for number in range(5000)]
         taken: list[messages.ToEngine] = []
         while len(taken) < 5000:
             engine.wake.wait()

@@ -17,7 +17,7 @@ from lorax_server.engine.remote import messages, process
 from lorax_server.engine.remote.channel import EngineChannel
 from lorax_server.engine.remote.process import serve
 from lorax_server.errors import EngineError, InputError
-from lorax_server.types import AdapterRef, EngineStatus, Output, Resolved, SampledToken
+from lorax_server.types import AdapterRef, EngineStatus, Output, ResolvedAdapter, SampledToken
 from tests.engine.fake_engine import FakeEngine, fake_info, make_fake_request
 
 
@@ -153,7 +153,7 @@ def test_unreadable_request_gets_error_output(peer: Peer) -> None:
 def test_undecodable_message_stops_engine_with_reason(peer: Peer) -> None:
     peer.send_bytes(b"\xc1")
     message = peer.receive()
-    assert isinstance(message, messages.Failed)
+    assert isinstance(message, messages.EngineFailed)
     assert "cannot decode a message of 1 bytes" in message.message
     peer.send(messages.Stop())  # acknowledged
     assert isinstance(peer.ended_with.get(timeout=60), SystemExit)
@@ -163,7 +163,7 @@ def test_undecodable_message_stops_engine_with_reason(peer: Peer) -> None:
 def test_failing_engine_waits_for_acknowledgment(peer: Peer) -> None:
     peer.send(messages.Add(make_fake_request(1, how="raise")))
     received = [peer.receive(), peer.receive()]
-    assert received[1] == messages.Failed("RuntimeError: boom \\udcff")
+    assert received[1] == messages.EngineFailed("RuntimeError: boom \\udcff")
     assert peer.ended_with.empty()
     assert not peer.engine.is_closed
     peer.send(messages.GetStatus(3))
@@ -176,7 +176,7 @@ def test_error_reported_by_another_thread_stops_engine(peer: Peer) -> None:
     error = EngineError("rank 1 ended")
     peer._channel.report(error)
     peer._channel.report(EngineError("and rank 2"))
-    assert peer.receive() == messages.Failed("rank 1 ended")
+    assert peer.receive() == messages.EngineFailed("rank 1 ended")
     peer.send(messages.Stop())
     ended_with = peer.ended_with.get(timeout=60)
     assert isinstance(ended_with, SystemExit)
@@ -188,7 +188,7 @@ def test_receive_error_stops_engine_with_reason(peer: Peer, monkeypatch: pytest.
     """An engine that cannot read messages must stop, because no client could stop it."""
     monkeypatch.setattr(messages, "decode_to_engine", lambda _: 1 / 0)
     peer.send(messages.GetStatus(1))
-    assert peer.receive() == messages.Failed("ZeroDivisionError: division by zero")
+    assert peer.receive() == messages.EngineFailed("ZeroDivisionError: division by zero")
     ended_with = peer.ended_with.get(timeout=60)
     assert isinstance(ended_with, SystemExit)
     assert ended_with.code == 1
@@ -221,13 +221,13 @@ def test_reply_from_another_thread_is_sent_immediately(waiting_peer: Peer) -> No
     peer = waiting_peer
     peer.engine.wake = WatchedEvent()
     peer.engine.resolve = lambda *_: future  # type: ignore[method-assign]
-    future: Future[Resolved] = Future()
+    future: Future[ResolvedAdapter] = Future()
     peer.send(messages.Resolve(1, ()))
     peer.until_arrived(1)
     peer.start()
     assert peer.engine.wake.is_waited_for.wait(60)
-    future.set_result(Resolved("found"))
-    assert peer.receive() == messages.ResolveReply(1, Resolved("found"))
+    future.set_result(ResolvedAdapter("found"))
+    assert peer.receive() == messages.ResolveReply(1, ResolvedAdapter("found"))
     stop(peer)
 
 
@@ -254,7 +254,7 @@ def block_in_step(peer: Peer) -> threading.Event:
         (messages.Resolve(1, (AdapterRef("missing", "poet"),)), messages.QueryFailed),
         (messages.Resolve(1, (AdapterRef("refused", "poet"),)), messages.QueryFailed),
         (messages.Resolve(1, (AdapterRef("odd", "poet"),)), messages.QueryFailed),
-        (messages.ForgetAdapter(1, "local", "poet"), messages.Done),
+        (messages.ForgetAdapter(1, "local", "poet"), messages.DoneReply),
         (messages.ForgetAdapter(1, "nowhere", "poet"), messages.QueryFailed),
     ],
     ids=["known", "found", "missing", "refused", "cannot be sent", "forgotten", "not forgotten"],
@@ -285,14 +285,14 @@ def test_status_query_waits_for_step(peer: Peer) -> None:
 
 def test_late_reply_after_stop_is_ignored(waiting_peer: Peer) -> None:
     peer = waiting_peer
-    future: Future[Resolved] = Future()
+    future: Future[ResolvedAdapter] = Future()
     peer.engine.resolve = lambda *_: future  # type: ignore[method-assign]
     peer.send(messages.Resolve(1, ()))
     peer.until_arrived(1)
     peer.start()
     stop(peer)
     peer.until_closed()
-    future.set_result(Resolved("too late"))
+    future.set_result(ResolvedAdapter("too late"))
 
 
 def test_message_during_step_wakes_engine(waiting_peer: Peer) -> None:

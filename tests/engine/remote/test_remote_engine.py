@@ -42,7 +42,7 @@ from lorax_server.types import (
     Merge,
     Output,
     Request,
-    Resolved,
+    ResolvedAdapter,
     SampledToken,
     SamplingParams,
     StopParams,
@@ -268,7 +268,7 @@ def test_resolve_returns_identity(shared: Shared) -> None:
     async def test(client: RemoteEngine) -> None:
         merge = Merge((0.5,), "ties", density=0.25)
         resolved = await client.resolve([AdapterRef("hub", "a", "token")], merge)
-        assert resolved == Resolved(f"hub:a:token:{merge}", "folder", ("tokenizer.json",))
+        assert resolved == ResolvedAdapter(f"hub:a:token:{merge}", "folder", ("tokenizer.json",))
 
     shared(test)
 
@@ -645,9 +645,9 @@ def test_process_exits_without_close(folder: Path) -> None:
 def test_restart_delay_grows_and_resets() -> None:
     pauses = [0.0]
     for _ in range(9):
-        pauses.append(next_restart_delay_s(pauses[-1], uptime_s=0.0, first_s=1.0))
+        pauses.append(next_restart_delay_s(pauses[-1], uptime_s=0.0, first_delay_s=1.0))
     assert pauses == [0, 1, 2, 4, 8, 16, 32, MAX_RESTART_DELAY_S, MAX_RESTART_DELAY_S, MAX_RESTART_DELAY_S]
-    assert next_restart_delay_s(MAX_RESTART_DELAY_S, uptime_s=STABLE_AFTER_S, first_s=1.0) == 0
+    assert next_restart_delay_s(MAX_RESTART_DELAY_S, uptime_s=STABLE_AFTER_S, first_delay_s=1.0) == 0
 
 
 def test_unknown_error_class_keeps_message() -> None:

@@ -82,7 +82,7 @@ class Residency:
             self.memory.move(self.indices[move.key], move.source, move.target)
             self.moves += 1
         if len(self.in_flight) == 2:
-            self.space.completed(self.in_flight.pop(0))
+            self.space.complete_step(self.in_flight.pop(0))
         resident = sum(self.hosts[adapter].units for adapter in self.indices)
         self.most_units = max(self.most_units, resident)
         assert resident <= self.memory.num_units
@@ -103,7 +103,7 @@ class Residency:
         self.memory.load(self.indices[adapter], self.hosts[adapter], place)
         while not self.memory.is_loaded(self.indices[adapter]):
             pass
-        self.space.loaded(adapter)
+        self.space.finish_loading(adapter)
         self.loads += 1
 
 

@@ -16,7 +16,7 @@ from lorax_server.engine.remote import messages
 from lorax_server.errors import AdapterError, AdapterNotFoundError, ConfigError
 from lorax_server.files.regular_file import read_stamp
 from lorax_server.server.adapter_versions import MAX_VERSIONS, STATE_FILE, AdapterVersions
-from lorax_server.types import AdapterState, Resolved
+from lorax_server.types import AdapterState, ResolvedAdapter
 from tests.server.fake_server import Reply, Routes, complete, generate
 
 ADMIN = "admin"
@@ -38,7 +38,7 @@ class UploadRoutes(Routes):
         sources = SourceConfig(uploads=self.uploads, max_bytes=MAX_BYTES)
         engine = EngineConfig(ModelConfig(Path("nowhere")), sources=sources)
         object.__setattr__(self.service.config, "engine", engine)
-        self.resolutions["poet"] = Resolved("hash of poet", str(self.poet))
+        self.resolutions["poet"] = ResolvedAdapter("hash of poet", str(self.poet))
         self.running: Counter[str] = Counter()  # unfinished requests by identity
 
     def _handle_message(self, message: messages.ToEngine) -> None:
@@ -52,13 +52,13 @@ class UploadRoutes(Routes):
             case messages.Resolve(_, refs) if (self.uploads / refs[0].name).is_dir():
                 content = (self.uploads / refs[0].name / "adapter_model.safetensors").read_bytes()
                 known = AdapterError(f"adapter {refs[0].name!r}: bad weights") if content == b"bad" else None
-                self.resolutions[refs[0].name] = known or Resolved(
+                self.resolutions[refs[0].name] = known or ResolvedAdapter(
                     f"hash of {content.decode()}", str(self.uploads / refs[0].name)
                 )
                 super()._handle_message(message)
             case messages.MoveRequests(query_id):
                 self.engine.sent.append(message)
-                asyncio.get_running_loop().call_soon(self.engine._settle, messages.Done(query_id))
+                asyncio.get_running_loop().call_soon(self.engine._settle, messages.DoneReply(query_id))
             case _:
                 super()._handle_message(message)
 
@@ -110,7 +110,7 @@ def test_new_requests_use_the_new_version(routes: UploadRoutes) -> None:
 def test_version_has_config_and_tokenizer_of_present_adapter(routes: UploadRoutes) -> None:
     stamp = read_stamp(routes.poet / "chat_template.jinja")
     files = ("chat_template.jinja",)
-    routes.resolutions["poet"] = Resolved("hash of poet", str(routes.poet), files, tokenizer_stamps=(stamp,))
+    routes.resolutions["poet"] = ResolvedAdapter("hash of poet", str(routes.poet), files, tokenizer_stamps=(stamp,))
     routes.put(b"two")
     routes.put(b"three", query="?config=" + quote('{"r": 8}'))
     contents = sorted((folder / "adapter_config.json").read_text() for folder in routes.stored_folders())

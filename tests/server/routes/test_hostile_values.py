@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from lorax_server.errors import AdapterNotFoundError
 from lorax_server.server.schemas import lorax, openai
-from lorax_server.types import Resolved
+from lorax_server.types import ResolvedAdapter
 from tests.server.fake_server import Reply, Routes, chat, complete, generate
 
 NATIVE, STREAM, COMPLETIONS, CHAT = "/generate", "/generate_stream", "/v1/completions", "/v1/chat/completions"
@@ -70,7 +70,7 @@ NAMES: dict[str, str] = {
 def routes() -> Iterator[Routes]:
     """Create routes whose source has one adapter, and check at the end that the state is unchanged."""
     made = Routes(["poet"], admin_key=ADMIN)
-    made.resolutions["poet"] = Resolved("hash", tier="device")
+    made.resolutions["poet"] = ResolvedAdapter("hash", tier="device")
     made.resolutions |= {
         name: AdapterNotFoundError(f"adapter {name[:64]!r}: no such folder") for name in NAMES.values()
     }

@@ -20,7 +20,7 @@ from lorax_server.errors import (
     SourceError,
 )
 from lorax_server.server import checks
-from lorax_server.types import Output, Resolved
+from lorax_server.types import Output, ResolvedAdapter
 from tests.server.fake_server import Reply, Routes, chat, complete, generate
 from tests.server.service_harness import ids
 
@@ -168,7 +168,7 @@ def test_long_name_is_truncated_in_error() -> None:
 def test_first_stream_event_has_adapter_tier(path: str, body: dict[str, Any], tier: str) -> None:
     routes = Routes(["poet"])
     set_template(routes)
-    routes.resolutions["poet"] = Resolved("hash", tier=tier)
+    routes.resolutions["poet"] = ResolvedAdapter("hash", tier=tier)
     reply = routes.post(path, body)
     assert reply.status == 200
     assert reply.headers["x-adapter-tier"] == tier
@@ -180,7 +180,7 @@ def test_first_stream_event_has_adapter_tier(path: str, body: dict[str, Any], ti
 
 def test_client_libraries_accept_adapter_tier() -> None:
     routes = Routes(["poet"])
-    routes.resolutions["poet"] = Resolved("hash", tier="disk")
+    routes.resolutions["poet"] = ResolvedAdapter("hash", tier="disk")
     set_template(routes)
     native = routes.post(STREAM, generate(adapter_id="poet")).events[0]
     assert lorax.types.StreamResponse(**native).token.id == native["token"]["id"]
@@ -192,14 +192,14 @@ def test_client_libraries_accept_adapter_tier() -> None:
 
 def test_responses_and_errors_have_adapter_tier_header() -> None:
     routes = Routes(["poet"])
-    routes.resolutions["poet"] = Resolved("hash", tier="host")
+    routes.resolutions["poet"] = ResolvedAdapter("hash", tier="host")
     for path, body in ((NATIVE, generate(adapter_id="poet")), (COMPLETIONS, complete("poet"))):
         assert routes.post(path, body).headers["x-adapter-tier"] == "host"
     failed = routes.post(NATIVE, generate(adapter_id="poet", max_new_tokens=1000))
     assert (failed.status, failed.headers["x-adapter-tier"]) == (422, "host")
     merged = routes.post(NATIVE, generate(merged_adapters={"ids": ["poet", "pirate"]}))
     assert (merged.headers["x-adapter-hash"], merged.headers["x-adapter-tier"]) == ("merged", "host")
-    routes.resolutions["pirate"] = Resolved("hash of pirate", tier="fetched")
+    routes.resolutions["pirate"] = ResolvedAdapter("hash of pirate", tier="fetched")
     merged = routes.post(NATIVE, generate(merged_adapters={"ids": ["poet", "pirate"]}))
     assert merged.headers["x-adapter-tier"] == "fetched"
 
@@ -254,7 +254,7 @@ def test_each_merged_adapter_is_charged(keys_file: Path) -> None:
 
 def test_refetched_adapter_is_charged(keys_file: Path) -> None:
     routes = Routes(keys_file=keys_file)
-    routes.resolutions["o/a"] = Resolved("hash", tier="fetched")
+    routes.resolutions["o/a"] = ResolvedAdapter("hash", tier="fetched")
     assert [send_request(routes, "o/a", "few").status for _ in range(4)] == [
         200
     ] * 4  # the first fetch was charged as a new adapter
@@ -273,7 +273,7 @@ def send_concurrently(routes: Routes, name: str, key: str, count: int) -> Counte
 
 def test_concurrent_requests_for_new_adapter_are_charged_once(keys_file: Path) -> None:
     routes = Routes(keys_file=keys_file)
-    routes.resolutions["o/a"] = Resolved("hash", tier="fetched")
+    routes.resolutions["o/a"] = ResolvedAdapter("hash", tier="fetched")
     assert send_concurrently(routes, "o/a", "few", 20) == {200: 20}
     assert [send_request(routes, name, "few").status for name in ("o/b", "o/c")] == [200, 429]
 
@@ -281,7 +281,7 @@ def test_concurrent_requests_for_new_adapter_are_charged_once(keys_file: Path) -
 def test_concurrent_requests_for_fetch_are_charged_once(keys_file: Path) -> None:
     routes = Routes(keys_file=keys_file)
     assert send_request(routes, "o/a", "boss").status == 200
-    routes.resolutions["o/a"] = Resolved("hash", tier="fetched")
+    routes.resolutions["o/a"] = ResolvedAdapter("hash", tier="fetched")
     assert send_concurrently(routes, "o/a", "few", 20) == {200: 20}
     assert [send_request(routes, name, "few").status for name in ("o/b", "o/c")] == [200, 429]
 

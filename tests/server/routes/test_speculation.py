@@ -15,7 +15,7 @@ class DraftingRoutes(Routes):
     async def _emit_in_two_steps(self, request_id: int, *_: int) -> None:
         tokens = [SampledToken(token_id, -0.5) for token_id in ids("quick brown")]
         started = StartInfo(0.0, 0.0, 0)
-        self.engine._deliver(Output(request_id, tuple(tokens[:1]), started=started))
+        self.engine._deliver(Output(request_id, tuple(tokens[:1]), start_info=started))
         await settle()
         last = Output(request_id, tuple(tokens[1:5]), FinishReason.LENGTH, num_drafted=NUM_DRAFTED, num_accepted=2)
         self.engine._deliver(last)

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, processors
 
 from lorax_server.generation.generation import find_token_offsets
 from lorax_server.text.tokenizer import TextTokenizer
-from lorax_server.types import FinishReason, Output, Resolved, SampledToken, StartInfo
+from lorax_server.types import FinishReason, Output, ResolvedAdapter, SampledToken, StartInfo
 from tests.server.fake_server import Routes, complete
 from tests.server.service_harness import settle
 from tests.text.tokenizers import BOS, BYTE_KINDS, EOS, byte_level, random_texts, sentencepiece, word_piece
@@ -43,7 +43,7 @@ class ScoringRoutes(Routes):
         self.service.tokenizers = tokenizers
         self.own, self.text = own, answer
 
-    async def _find(self, adapter: Resolved) -> TextTokenizer:
+    async def _find(self, adapter: ResolvedAdapter) -> TextTokenizer:
         return with_special_tokens(self.own or "") if adapter.identity else self.service.tokenizers.base
 
     async def _emit_in_two_steps(self, request_id: int, *_: int) -> None:
@@ -56,7 +56,7 @@ class ScoringRoutes(Routes):
         for place, token_id in enumerate(tokens):
             end = FinishReason.LENGTH if place == len(tokens) - 1 else None
             sampled, started = (SampledToken(token_id, -0.5),), StartInfo(0.0, 0.0, 0)
-            self.engine._deliver(Output(request_id, sampled, end, started=started, prompt_logprobs=prompt))
+            self.engine._deliver(Output(request_id, sampled, end, start_info=started, prompt_logprobs=prompt))
             prompt = None
             await settle()
 

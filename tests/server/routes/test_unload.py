@@ -10,7 +10,7 @@ from lorax_server import __version__
 from lorax_server.engine.remote import messages
 from lorax_server.errors import AdapterAccessError, AdapterError, AdapterNotFoundError, LoraxError, SourceError
 from lorax_server.server.access.model_names import AdapterKey
-from lorax_server.types import AdapterState, Failure, Merge, Resolved
+from lorax_server.types import AdapterState, Failure, Merge, ResolvedAdapter
 from tests.server.fake_server import Reply, Routes, generate
 
 ADMIN = "admin"
@@ -24,7 +24,7 @@ class LoadTrackingRoutes(Routes):
         super().__init__(folder=["json", "twin", "sql"], admin_key=ADMIN)
         self.service.model_names._local_roots = [Path("/srv/adapters")]
         self.device: dict[str, bool] = {}  # loaded identities, and whether they are pinned
-        self.resolutions["twin"] = Resolved("hash of json")
+        self.resolutions["twin"] = ResolvedAdapter("hash of json")
 
     def _handle_message(self, message: messages.ToEngine) -> None:
         match message:
@@ -124,7 +124,7 @@ def test_removed_pin_does_not_block_unload(routes: LoadTrackingRoutes, how: str)
 def test_pinned_old_version_does_not_block_unload(routes: LoadTrackingRoutes) -> None:
     routes.use("json")
     routes.load("twin", pin=True)
-    routes.resolutions["json"] = Resolved("hash of newer")
+    routes.resolutions["json"] = ResolvedAdapter("hash of newer")
     routes.use("json")
     assert routes.unload("json").status == 200
     assert routes.device == {"hash of json": True}
@@ -133,7 +133,7 @@ def test_pinned_old_version_does_not_block_unload(routes: LoadTrackingRoutes) ->
 def test_loading_new_version_unloads_pinned_old_version(routes: LoadTrackingRoutes) -> None:
     routes.load("json", pin=True)
     routes.use("twin")
-    routes.resolutions["json"] = Resolved("hash of newer")
+    routes.resolutions["json"] = ResolvedAdapter("hash of newer")
     routes.load("json", pin=True)
     assert routes.device == {"hash of newer": True}
 
@@ -221,7 +221,7 @@ def test_private_adapter_error_is_not_listed(routes: LoadTrackingRoutes) -> None
 def test_stale_version_sets_adapter_version_header(routes: LoadTrackingRoutes) -> None:
     routes.use("sql")
     stale = Failure("AdapterError", 424, "adapter 'sql': half of it is missing")
-    routes.resolutions["sql"] = Resolved("hash of sql", tier="device", stale=stale)
+    routes.resolutions["sql"] = ResolvedAdapter("hash of sql", tier="device", stale=stale)
     for path in ("/generate", "/generate_stream"):
         reply = routes.post(path, generate(adapter_id="sql"))
         assert (reply.status, reply.headers["x-adapter-version"]) == (200, "previous")
@@ -233,13 +233,13 @@ def test_stale_version_sets_adapter_version_header(routes: LoadTrackingRoutes) -
 
 
 def test_adapter_for_another_base_model_is_served_with_warning(routes: LoadTrackingRoutes) -> None:
-    routes.resolutions["sql"] = Resolved("hash of sql", base_model_name="Owner/Other-Model\n")
+    routes.resolutions["sql"] = ResolvedAdapter("hash of sql", base_model_name="Owner/Other-Model\n")
     for path in ("/generate", "/generate_stream"):
         reply = routes.post(path, generate(adapter_id="sql"))
         assert reply.status == 200
         assert reply.headers["x-adapter-warning"].startswith("adapter 'sql' was trained on 'Owner/Other-Model")
     assert "this server's base model is 'base'" in routes.list_adapters()["sql"]["warning"]
-    routes.resolutions["sql"] = Resolved("hash of new", base_model_name="owner/BASE/")
+    routes.resolutions["sql"] = ResolvedAdapter("hash of new", base_model_name="owner/BASE/")
     assert "x-adapter-warning" not in routes.use("sql").headers
     assert routes.list_adapters()["sql"]["warning"] is None
 
