@@ -187,7 +187,7 @@ class FakeAdapterTable(AdapterTable):
     def submit(self) -> tuple[AdapterOp, ...]:
         return ()
 
-    def completed(self, step: int, loaded: Iterable[int]) -> None: ...
+    def complete_step(self, step: int, loaded: Iterable[int]) -> None: ...
 
     def index_of(self, identity: str, has_started: bool) -> int | None:
         return None if identity in self.missing else int(identity or 0)
