@@ -23,7 +23,7 @@ from lorax_server.errors import (
     OverloadedError,
     SourceError,
 )
-from lorax_server.server import request_context
+from lorax_server.server import generations, request_context
 from lorax_server.server.access.keys import KeyRing
 from lorax_server.server.access.model_names import AdapterKey
 from lorax_server.server.http.error_responses import json_response
@@ -486,7 +486,7 @@ def emit_pooled(service: ServiceHarness, request_id: int) -> None:
 
 
 def test_inputs_are_submitted_as_earlier_inputs_finish(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_context, "MAX_INPUTS_IN_FLIGHT", 2)
+    monkeypatch.setattr(generations, "MAX_INPUTS_IN_FLIGHT", 2)
 
     async def check() -> None:
         service = ServiceHarness()
@@ -504,7 +504,7 @@ def test_inputs_are_submitted_as_earlier_inputs_finish(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_no_inputs_are_submitted_after_disconnect_or_failure(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
-    monkeypatch.setattr(request_context, "MAX_INPUTS_IN_FLIGHT", 2)
+    monkeypatch.setattr(generations, "MAX_INPUTS_IN_FLIGHT", 2)
 
     async def check() -> None:
         service = ServiceHarness()
