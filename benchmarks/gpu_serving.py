@@ -177,7 +177,7 @@ def measure_server(setup: Setup) -> dict[int, RunMetrics]:
 
 
 def compute_metrics(results: Sequence[dict[str, Any]]) -> RunMetrics:
-    """Compute latencies from the streams of all clients. All clients use the same clock."""
+    """Compute throughput and latencies from the streams of all clients. All clients use the same clock."""
     streams = [(result["start"], sample) for result in results for sample in result["samples"]]
     arrivals = sorted((start + at, count) for start, sample in streams for at, count in sample["arrivals"])
     start_time, end_time, tokens = find_measured_part(arrivals)

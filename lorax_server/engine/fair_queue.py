@@ -30,9 +30,9 @@ class _ServedTokens:
         least = min([self.served[other] for other in waiting], default=0.0)
         self.served[name] = max(self.served.get(name, 0.0), self._start, least)
 
-    def charge(self, name: str, amount: float, initial_increase: float, waiting: Collection[str]) -> None:
-        """Add `amount` to a name's count, and `initial_increase` to the initial count of new names."""
-        self._start += initial_increase
+    def charge(self, name: str, amount: float, start_increment: float, waiting: Collection[str]) -> None:
+        """Add `amount` to a name's count, and `start_increment` to the initial count of new names."""
+        self._start += start_increment
         if name in self.served:
             self.served[name] += amount
             return
@@ -145,7 +145,7 @@ class FairQueue:
 
     @property
     def has_tenant_over_share(self) -> bool:
-        """Return True if a tenant has more slots than its guaranteed number."""
+        """Return True if a tenant with at least two slots has more slots than its guaranteed number."""
         tenants = self._active.items()
         return any(tenant.num_slots > self.guaranteed_slots(name) for name, tenant in tenants if tenant.num_slots > 1)
 

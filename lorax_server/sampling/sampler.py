@@ -12,12 +12,12 @@ import torch
 
 from lorax_server.kernels import Ops, reference
 from lorax_server.kernels.device import is_host
-from lorax_server.sampling.batch import History, Sampled, SequenceSampling, TokenMasks, TopTokens
+from lorax_server.sampling.batch import History, SampledTokens, SequenceSampling, TokenMasks, TopTokens
 from lorax_server.sampling.general_sampler import GeneralSampler
 from lorax_server.sampling.kernel_sampler import KernelSampler, can_sample
 from lorax_server.sampling.topk_sampler import TopKSampler
 
-__all__ = ["History", "Sampled", "Sampler", "SequenceSampling", "TokenMasks", "TopTokens"]
+__all__ = ["History", "SampledTokens", "Sampler", "SequenceSampling", "TokenMasks", "TopTokens"]
 
 
 class _Method(Enum):
@@ -66,11 +66,11 @@ class Sampler:
         )
 
     @torch.inference_mode()
-    def __call__(self, logits: torch.Tensor, history: History | None, masks: TokenMasks | None = None) -> Sampled:
+    def __call__(self, logits: torch.Tensor, history: History | None, masks: TokenMasks | None = None) -> SampledTokens:
         """Sample a token for each row of `logits`, `[rows, vocabulary]`, without modifying `logits`."""
         return self.sample(logits, history, masks)
 
-    def sample(self, logits: torch.Tensor, history: History | None, masks: TokenMasks | None = None) -> Sampled:
+    def sample(self, logits: torch.Tensor, history: History | None, masks: TokenMasks | None = None) -> SampledTokens:
         """Sample tokens, like `__call__`. The caller must already be in inference mode, because entering this mode
         takes microseconds.
         """
@@ -89,23 +89,23 @@ class Sampler:
             token_ids[row_indices], logprobs[row_indices] = sampled.token_ids, sampled.logprobs
             if sampled.alternatives is not None:
                 alternatives = sampled.alternatives.renumber(group.rows)
-        return Sampled(token_ids, logprobs, alternatives)
+        return SampledTokens(token_ids, logprobs, alternatives)
 
     def _sample_group(
         self, group: _MethodGroup, logits: torch.Tensor, history: History | None, masks: TokenMasks | None
-    ) -> Sampled:
+    ) -> SampledTokens:
         if isinstance(group.sampler, GeneralSampler):
             return group.sampler(logits, history, masks)
         if group.sampler is None:
             numbered = () if masks is None else masks.to_op_args(len(logits))
-            sampled = Sampled(*self._ops.choose_greedy(logits, *numbered), None)
+            sampled = SampledTokens(*self._ops.choose_greedy(logits, *numbered), None)
             if masks is not None:
                 self._set_raw_logprobs(group, logits, sampled)
             return sampled
         assert history is not None
         return group.sampler(logits, history, masks)
 
-    def _set_raw_logprobs(self, group: _MethodGroup, logits: torch.Tensor, sampled: Sampled) -> None:
+    def _set_raw_logprobs(self, group: _MethodGroup, logits: torch.Tensor, sampled: SampledTokens) -> None:
         """Store log probabilities without masks in `sampled`, for rows that set `raw_logprobs`."""
         raw = [index for index, row in enumerate(group.rows) if self._sequence_sampling[row].params.raw_logprobs]
         if raw:
@@ -113,7 +113,7 @@ class Sampler:
             sampled.logprobs[rows] = self._ops.gather_logprobs(logits[rows], sampled.token_ids[rows, None]).squeeze(-1)
 
     def _group_rows_by_method(self, methods: Sequence[_Method]) -> list[_MethodGroup]:
-        """Return the rows of a CPU batch grouped by sampling method. Each group has its own sampler."""
+        """Group the rows of a CPU batch by sampling method. Groups that are not greedy have their own samplers."""
         groups = []
         for method in dict.fromkeys(methods) or [_Method.GENERAL]:
             rows = [row for row, row_method in enumerate(methods) if row_method is method]

@@ -89,7 +89,7 @@ class AdapterNameIndex:
         return sorted(each for each in self._names if each > identity)
 
     def identities_of(self, name: AdapterKey) -> list[str]:
-        """Return all identities that a name has resolved to, oldest first."""
+        """Return the identities that a name has resolved to and that are still indexed, oldest first."""
         return list(self._identities.get(name, ()))
 
     def latest_identity(self, name: AdapterKey) -> str:

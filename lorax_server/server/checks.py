@@ -46,7 +46,7 @@ def check_stop_strings(stops: Sequence[str], config: ServerConfig) -> None:
 
 
 def parse_logit_bias(logit_bias: Mapping[str, Any] | None) -> dict[int, float]:
-    """Check `logit_bias` and return it keyed by token ID, because keys in JSON are always strings."""
+    """Validate `logit_bias`, and convert its keys to integers, because JSON keys are always strings."""
     biases = logit_bias or {}
     check(
         len(biases) <= MAX_LOGIT_BIASES, f"`logit_bias` supports up to {MAX_LOGIT_BIASES} tokens. Given: {len(biases)}"

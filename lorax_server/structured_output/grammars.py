@@ -61,7 +61,10 @@ def from_json_schema(schema: Mapping[str, Any] | bool | str, whitespace: object 
 
 
 def prepare_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the schema's size and depth, and replace `oneOf` with `anyOf` where both are equivalent."""
+    """Check the schema's size and depth, and replace `oneOf` with `anyOf` where both are equivalent.
+
+    Schemas with `$id` are not changed, because references depend on it.
+    """
     try:
         text = json.dumps({**schema}, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:

@@ -65,7 +65,7 @@ class Placement(TypedDict):
 
 
 class Weights:
-    """Provides a checkpoint's tensors by name, for the device, dtype and rank for which the modules are built."""
+    """Provides a checkpoint's tensors by name, in the modules' dtype, on their device, and sharded for their rank."""
 
     def __init__(
         self,

@@ -11,9 +11,10 @@ from lorax.errors import GenerationError
 from tests.e2e.http_server import Server, ids_of, serving, with_adapter, write_model
 from tests.parity.oracle import oracle_greedy
 
-pytestmark = pytest.mark.slow
-
-pytestmark = pytest.mark.filterwarnings("ignore:The `dict` method is deprecated")  # the client calls it
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:The `dict` method is deprecated"),  # the client calls it
+]
 
 PROMPT = "The quick brown fox"
 NEW_TOKENS = 12

@@ -76,7 +76,7 @@ def run_all(models: Models, engine: Engine) -> FailingWorkload:
     return workload
 
 
-@pytest.mark.parametrize("method", ["_forward", "_choose", "_score_prompts"])
+@pytest.mark.parametrize("method", ["_forward", "_sample", "_score_prompts"])
 @pytest.mark.parametrize("max_steps_in_flight", slow_except([2], [1, 2]))
 def test_out_of_memory_does_not_change_other_requests(
     method: str, max_steps_in_flight: int, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

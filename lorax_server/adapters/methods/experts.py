@@ -17,7 +17,7 @@ from lorax_server.adapters.config import AdapterConfig
 from lorax_server.adapters.target import AdapterTarget, ExpertTarget
 from lorax_server.errors import AdapterError
 
-EXPERT_KEY = regex.compile(
+EXPERT_KEY_PATTERN = regex.compile(
     r"(?P<module>.+\.experts)(?:\.(?P<expert>\d+)\.(?P<matrix>\w+)|(?P<nested>(?:\.base_layer)*))"
     r"\.lora_(?P<factor>[AB])(?:\.[^.]+)?\.weight"
 )
@@ -91,7 +91,7 @@ class ExpertFactors:
         found: dict[str, tuple[str, dict[tuple[str, int], dict[str, str]], dict[int, dict[str, str]]]] = {}
         modules = set(self._modules)
         for key in self._tensors:
-            match = EXPERT_KEY.fullmatch(key) if ".experts." in key else None
+            match = EXPERT_KEY_PATTERN.fullmatch(key) if ".experts." in key else None
             module = None if match is None else find_module(match["module"], modules)
             if match is None or module is None:
                 if ".experts." in key and "lora_magnitude_vector" in key:

@@ -1,4 +1,4 @@
-"""The host tier. Adapters in host memory are prepared, so that they can be copied to the device."""
+"""The host tier. The host tier: adapters in host memory, prepared for copying to the device."""
 
 from collections import OrderedDict
 from collections.abc import Iterator

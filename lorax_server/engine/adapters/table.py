@@ -105,7 +105,7 @@ class AdapterTable:
         return self._registry.describe(identities, self._capabilities.itemsize)
 
     def request_load(self, identity: str, pin: bool | None = None) -> None:
-        """Request that an adapter is loaded. `pop_loaded` or `pop_failed` reports the result. Pinned adapters are not
+        """Request an adapter load. `pop_loaded` or `pop_failed` reports the result. Pinned adapters are not
         evicted.
 
         `pin=None` leaves the pin unchanged.

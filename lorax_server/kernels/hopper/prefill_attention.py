@@ -203,8 +203,8 @@ def _cache_map(cache: torch.Tensor, rows: int) -> bytes:
 
 
 def choose_packed_heads(group: int, rows: int) -> int:
-    """Return the number of query heads per thread block: the largest divisor of `group` that leaves only few
-    rows idle.
+    """Return the number of query heads per thread block: the largest divisor of `group` that leaves at most
+    `MAX_IDLE_ROWS` rows idle.
     """
     divisors = [pack for pack in range(1, min(group, rows) + 1) if group % pack == 0]
     return max(pack for pack in divisors if rows % pack <= MAX_IDLE_ROWS)

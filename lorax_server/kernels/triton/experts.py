@@ -163,7 +163,7 @@ def _linear(
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _sort_pairs(chosen, order, positions, starts, num_pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Write the pairs of one expert. The last program writes the number of pairs."""
+    """Write the pairs of one expert and their start. The last program writes the number of pairs."""
     expert = tl.program_id(0)
     if expert == EXPERTS:
         tl.store(starts + expert, num_pairs)

@@ -5,12 +5,12 @@ from typing import Any
 import torch
 
 from lorax_server.errors import InputError
-from lorax_server.sampling.sampler import History, Sampled, Sampler, SequenceSampling
+from lorax_server.sampling.sampler import History, SampledTokens, Sampler, SequenceSampling
 from lorax_server.types import SamplingParams, StopParams
 
 
 class NextTokenChooser:
-    """Sampling parameters and prompt length of one request."""
+    """Chooses the next token of one request: its sampling parameters and prompt length. Calling it samples a token."""
 
     def __init__(self, params: SamplingParams, stop: StopParams | None = None, prompt_length: int = 0) -> None:
         self.params = params
@@ -24,7 +24,7 @@ class NextTokenChooser:
         """Create a chooser from a `NextTokenChooserParameters` message."""
         return cls(params_from_pb(pb), stop, prompt_length)
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> Sampled:
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> SampledTokens:
         """Sample a token. `scores` is `[1, vocabulary]`; `input_ids`, `[1, tokens]`, is prompt plus completion."""
         length, prompt_length = torch.tensor([[input_ids.shape[1]], [self.prompt_length]], device=scores.device)
         sampler = Sampler([self.sequence_sampling], scores.shape[-1], scores.device)

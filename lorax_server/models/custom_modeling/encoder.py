@@ -99,7 +99,7 @@ class EncoderModel(FlashLlamaModel):
         return normed
 
     def find_positions(self, input_ids: torch.Tensor, ctx: SequenceContext) -> torch.Tensor:  # noqa: ARG002
-        """Return the rows of the position embeddings for each token."""
+        """Return each token's row index in the position embedding table."""
         return ctx.position_ids
 
 

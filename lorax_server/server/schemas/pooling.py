@@ -12,7 +12,7 @@ Truncate = Annotated[bool | None, Field(description="Keep the beginning of texts
 
 
 class PoolingParameters(OpenSchema):
-    """The adapter, as on the other LoRAX routes."""
+    """Parameters that select the adapter, with the same fields as on the other LoRAX routes."""
 
     adapter_id: str | None = None
     adapter_source: str | None = None

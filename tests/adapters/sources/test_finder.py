@@ -140,7 +140,7 @@ def test_config_replaced_after_validation_is_not_parsed(root: Path) -> None:
     assert not seen
 
 
-@pytest.mark.parametrize("reader", ["read_header", "identify", "read_json"])
+@pytest.mark.parametrize("reader", ["read_header", "compute_identity", "read_json"])
 def test_identity_uses_validated_file(root: Path, monkeypatch: pytest.MonkeyPatch, reader: str) -> None:
     """Replace the folder only while it is read. Checks before and after see the original."""
     swap, read = swap_at(root, ""), getattr(finder, reader)

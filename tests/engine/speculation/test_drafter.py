@@ -166,7 +166,7 @@ def measured(drafter: SpeculativeDrafter, fixed_s: float, per_token_s: float) ->
 
 
 @pytest.mark.parametrize(("fixed_s", "num_running", "drafts"), [(1.0, 1, True), (1.0, 200, False), (0.0, 1, False)])
-def test_draft_length_follows_step_costs(fixed_s: float, num_running: int, drafts: bool) -> None:
+def test_drafts_are_proposed_only_if_step_costs_allow_savings(fixed_s: float, num_running: int, drafts: bool) -> None:
     """Without fixed costs per step, or on a large batch, a draft token costs as much as a step without it."""
     drafter = SpeculativeDrafter(8)
     measured(drafter, fixed_s, 0.1)
