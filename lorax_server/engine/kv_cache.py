@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from lorax_server.engine.block_pool import BlockPool
 from lorax_server.engine.sequence import Sequence
 
+MIN_SHARED_TOKENS = 64  # a sequence waits for another sequence's prefill if it saves at least this many tokens
+
 
 class KvCache:
     """Allocates KV blocks for sequences as they grow, and publishes full blocks for prefix caching."""
@@ -40,16 +42,21 @@ class KvCache:
         sequence.num_computed = sequence.capacity = len(sequence.blocks) * block_size
 
     def count_shared_blocks(self, leader: Sequence, sequence: Sequence) -> int:
-        """Return how many additional blocks a sequence can reuse when `leader` has computed them."""
+        """Return how many additional blocks a sequence can reuse when `leader` has computed them. Return 0 if they
+        have fewer than `MIN_SHARED_TOKENS` tokens.
+        """
         if not self._can_reuse or sequence.prompt_logprobs is not None or leader.is_mixed:
             return 0
         first, last = len(sequence.blocks), (len(sequence.token_ids) - 1) // self.block_size
-        pairs = zip(
-            leader.block_hashes(self.block_size)[first:],
-            sequence.block_hashes(self.block_size)[first:last],
-            strict=False,
-        )
-        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        # Published blocks that are not in the pool were copies of other blocks, or have been evicted.
+        if leader.num_published > first or (last - first) * self.block_size < MIN_SHARED_TOKENS:
+            return 0
+        theirs, ours = leader.block_hashes(self.block_size), sequence.block_hashes(self.block_size)
+        if theirs[first : first + 1] != ours[first : first + 1]:
+            return 0
+        pairs = zip(theirs[first:], ours[first:last], strict=False)
+        count = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return count if count * self.block_size >= MIN_SHARED_TOKENS else 0
 
     def count_base_tokens(self, sequence: Sequence) -> int:
         """Return the number of computed tokens that are in blocks which do not depend on the sequence's adapter."""

@@ -120,12 +120,13 @@ class Queues:
         if sequence.adapter_wait_start is not None:
             sequence.adapter_wait_s += self._clock() - sequence.adapter_wait_start
             sequence.adapter_wait_start = None
-        if not sequence.has_started:
+        if not sequence.has_started and not sequence.is_checked:
             vocab_size = self._adapters.vocab_size(sequence.request.adapter_identity)
             problem = find_token_error(sequence.request, vocab_size)
             if problem is None:
                 identity, prompt_ids = sequence.request.adapter_identity, sequence.request.prompt_ids
                 sequence.adapter_start, sequence.kv_adapter_start = self._adapters.find_starts(identity, prompt_ids)
+                sequence.is_checked = True
         if problem is None:
             self.ready.push(sequence)
         else:

@@ -19,7 +19,7 @@ from lorax_server.errors import AdapterError, LoraxError
 from lorax_server.plan import NewSequence, StepPlan, StepResult
 from lorax_server.types import Output, Request, SampledToken, SchedulerCounters, StartInfo
 
-MIN_SHARED_TOKENS = 64  # a sequence waits for another sequence's prefill if it saves at least this many tokens
+MAX_NEW_FOLLOWERS = 32  # per step, because hashing long prompts takes time
 MAX_SAMPLED_ROWS = 64  # sampled tokens per step with drafts, at least `max_num_seqs`; limits the logits' memory
 
 
@@ -191,8 +191,10 @@ class Scheduler:
                 is_short_of_blocks = True
         if len(builder.sequences) > num_single:
             self._waiting.charge(builder.sum_tokens(num_single))
+        max_followers = len(self._followers) + MAX_NEW_FOLLOWERS
         while not is_short_of_blocks and builder.token_budget > 0 and self._free_slots and self._admit(builder):
-            pass
+            if len(self._followers) >= max_followers:
+                break
         if not builder.sequences and not self._adapters.needs_step:
             return None
         decodes_only = len(builder.sequences) == num_single
@@ -408,9 +410,9 @@ class Scheduler:
         first = len(sequence.blocks)
         for leader in builder.sequences[len(self._decode_batch.added) :]:  # without decoding sequences
             if leader.request.tenant == sequence.request.tenant:
-                end = first + self._cache.count_shared_blocks(leader, sequence)
-                if (end - first) * self._cache.block_size >= MIN_SHARED_TOKENS:
-                    return leader, end
+                count = self._cache.count_shared_blocks(leader, sequence)
+                if count:
+                    return leader, first + count
         return None
 
     def _unblock_followers(self) -> None:

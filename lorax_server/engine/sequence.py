@@ -30,6 +30,7 @@ class Sequence:
     num_sent_blocks: int = 0  # blocks that were sent to the workers
     slot: int | None = None  # set while the sequence is running
     adapter_index: int = 0  # set while the sequence is running
+    is_checked: bool = False  # the prompt's token IDs are in the adapter's vocabulary, and the next two fields are set
     adapter_start: int = 0  # first token that the adapter applies to; not 0 for aLoRA
     kv_adapter_start: int = 0  # first token whose keys and values depend on the adapter
     blocks: list[int] = field(default_factory=list)
@@ -88,7 +89,7 @@ class Sequence:
         self.request = replace(self.request, adapter_identity=identity)
         self.fairness_key = self.request.tenant, identity
         self.adapter_start, self.kv_adapter_start = start, kv_start
-        self.is_mixed = bool(self.blocks)
+        self.is_mixed, self.is_checked = bool(self.blocks), False
         self._hashes = []
 
     @property

@@ -19,7 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from lorax_server.engine.adapters.table import AdapterTable
 from lorax_server.engine.admission import Backlog, Limits
 from lorax_server.engine.block_pool import BlockPool
-from lorax_server.engine.scheduler import MIN_SHARED_TOKENS, Scheduler
+from lorax_server.engine.kv_cache import MIN_SHARED_TOKENS
+from lorax_server.engine.scheduler import MAX_NEW_FOLLOWERS, Scheduler
 from lorax_server.engine.sequence import NEVER, Sequence
 from lorax_server.engine.step_builder import StepBuilder, SubmittedStep
 from lorax_server.errors import AdapterError, InputError, OverloadedError
@@ -127,13 +128,14 @@ class Device:
 class RandomDrafter:
     """Drafts a few tokens that are often right."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, lengths: tuple[int, ...] = (0, 1, 2, 5)) -> None:
         self._random = random.Random(seed)
+        self._lengths = lengths
 
     def propose(self, sequence: Sequence, num_running: int) -> list[int]:
         assert not sequence.num_in_flight
         tokens, adapter = list(sequence.token_ids), int(sequence.request.adapter_identity or 0)
-        for _ in range(self._random.choice([0, 1, 2, 5])):
+        for _ in range(self._random.choice(self._lengths)):
             is_right = self._random.random() < 0.8
             tokens.append(next_token(adapter, tokens) if is_right else self._random.randrange(VOCAB))
         return tokens[len(sequence.token_ids) :]
@@ -449,6 +451,39 @@ def test_concurrent_requests_compute_a_shared_prefix_once(adapter: str, max_step
     check(engine, *requests)
     assert engine.scheduler.counters.prefix_tokens > 3 * (len(LONG) - MIN_SHARED_TOKENS)
     assert engine.pool.num_free == 400
+
+
+def test_sequence_does_not_wait_for_blocks_that_another_sequence_has_computed() -> None:
+    """The other sequence cannot publish its copy, because it was computed together with the published block."""
+    limits = make_limits(max_step_tokens=400, max_num_seqs=8, max_length=300)
+    engine = Engine(limits, 75, drafter=RandomDrafter(0, lengths=(1,)))
+    start = LONG[:48]
+    first, second = make_request(0, [*start, *[6] * 16], 1), make_request(1, [*start, *[3] * 92], 100, eos=False)
+    evicting, waiting = make_request(2, [5] * 120, 1), make_request(3, [*start, *[3] * 92], 1)
+    for request in (first, second, evicting):
+        engine.scheduler.add(request)
+        if request is not first:
+            engine.step()
+            engine.step()
+    engine.scheduler.add(waiting)
+    for _ in range(3):
+        engine.step()
+    assert 3 not in engine.scheduler._by_id
+    assert 1 in engine.scheduler._by_id
+    engine.finish()
+    check(engine, first, second, evicting, waiting)
+
+
+def test_one_step_adds_a_limited_number_of_waiting_sequences() -> None:
+    """Otherwise one step would read the prompts of all queued requests."""
+    engine = Engine(LONG_LIMITS, 400)
+    requests = [make_request(i, LONG, 1) for i in range(3 * MAX_NEW_FOLLOWERS)]
+    for request in requests:
+        engine.scheduler.add(request)
+    engine.step()
+    assert engine.scheduler.num_ready >= len(requests) - 1 - MAX_NEW_FOLLOWERS
+    engine.finish()
+    check(engine, *requests)
 
 
 @pytest.mark.parametrize("stop", ["abort", "fail"])
