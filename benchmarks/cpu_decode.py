@@ -5,7 +5,7 @@ second in greedy decode steps after 90-token prompts: the best of several rounds
 bfloat16 is measured if torch reports that the CPU has fast bfloat16, or with `--dtypes`.
 
 `LLM` is the complete engine with scheduler, sampling and text. transformers uses its faster attention implementation;
-PEFT receives each sequence's adapter name. `--llama-cpp DEMO_FOLDER` is a checkout of llama.cpp with its converters and
+PEFT receives each sequence's adapter name. `--llama-cpp FOLDER` is a checkout of llama.cpp with its converters and
 `build/bin/llama-batched-bench`, which feeds random tokens instead of sampling (slightly less work). The released
 program ignores `--lora`; a patched build that loads the adapter and prints "loaded lora" is also measured with the
 adapter.

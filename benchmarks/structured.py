@@ -147,7 +147,7 @@ class Bench:
         return seconds * 1e3
 
 
-def top_k_scores(measured: Sequence[Speed]) -> Speed:
+def find_best_round(measured: Sequence[Speed]) -> Speed:
     return max(measured, key=lambda speed: speed.per_second)
 
 
@@ -164,7 +164,7 @@ def compare_speeds(bench: Bench) -> list[Record]:
         for _ in range(ROUNDS):
             for case, structures in cases.items():
                 speeds[case].append(bench.measure_speed(structures, params))
-        best = {case: top_k_scores(measured).per_second for case, measured in speeds.items()}
+        best = {case: find_best_round(measured).per_second for case, measured in speeds.items()}
         title = f"{name}, {NUM_SEQUENCES} sequences"
         records.append(Record(f"{title}, unconstrained", best["none"], "tokens/s"))
         for case in list(cases)[1:]:
@@ -187,7 +187,7 @@ def compare_forced(bench: Bench) -> list[Record]:
             for is_on, measured in speeds.items():
                 structured_output.max_fast_forward = math.inf if is_on else 0
                 measured.append(bench.measure_speed([structure] * count, SAMPLED))
-        off, on = top_k_scores(speeds[False]), top_k_scores(speeds[True])
+        off, on = find_best_round(speeds[False]), find_best_round(speeds[True])
         records += [
             Record(f"long keys, {name}, fast forward", on.per_second / off.per_second, "of the speed", "off"),
             Record(f"long keys, {name}, tokens per step", on.per_step, "tokens", "1"),
