@@ -53,8 +53,8 @@ def from_json_schema(schema: Mapping[str, Any] | bool | str, whitespace: object 
         raise InputError(f"the JSON schema has `{OPTIONS_KEY}`, which is not a JSON Schema keyword")
     if not isinstance(whitespace, str) or WHITESPACE_PATTERN.fullmatch(whitespace) is None:
         raise InputError(
-            "`whitespace_pattern` must be a regex of spaces, \\n, \\r, \\t, groups, character classes, alternatives and "
-            f"quantifiers (got {str(whitespace)[:64]!r})"
+            "`whitespace_pattern` must be a regex of spaces, \\n, \\r, \\t, character classes, groups, alternatives "
+            f"and quantifiers (got {str(whitespace)[:64]!r})"
         )
     options = {"whitespace_pattern": whitespace}
     return _make_structure(f"start: %json {json.dumps({**prepare_schema(schema), OPTIONS_KEY: options})}")
