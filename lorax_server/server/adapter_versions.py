@@ -5,6 +5,7 @@ The versions are stored in `STATE_FILE`, so they survive a restart of the server
 
 import asyncio
 import json
+import logging
 import os
 import re
 import shutil
@@ -16,12 +17,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lorax_server.adapters.sources.local import LocalSource
+from lorax_server.adapters.sources.source import MAX_NAME_LENGTH
 from lorax_server.errors import ConfigError, InputError
 from lorax_server.server.access.model_names import AdapterKey, ModelNames
 
 MAX_VERSIONS = 8  # per name; the oldest versions without requests are removed
 STATE_FILE = "versions.json"
 FOLDER_PATTERN = re.compile(r"[0-9a-f]{32}")
+MAX_NAME_CHARACTERS = MAX_NAME_LENGTH - len("@v999999999")
+
+logger = logging.getLogger(__name__)
 
 
 class AdapterVersion(NamedTuple):
@@ -67,6 +72,7 @@ class AdapterVersions:
         self.retired: list[AdapterVersion] = []  # removed, but their folders may be in use
         self._names = names
         self._adapters: dict[str, VersionedAdapter] = {}
+        self._skipped: dict[str, Any] = {}  # invalid entries of the state file, which are kept in the file
 
     def __iter__(self) -> Iterator[tuple[str, VersionedAdapter]]:
         return iter(list(self._adapters.items()))
@@ -122,6 +128,8 @@ class AdapterVersions:
         adapters = {**self._adapters, name: adapter} if adapter is not None else dict(self._adapters)
         if adapter is None:
             adapters.pop(name, None)
+        else:
+            self._names.check_aliases(list(_list_aliases(name, adapter)))
         await asyncio.to_thread(self._store, adapters)
         before = self._adapters.get(name, VersionedAdapter())
         versions = {} if adapter is None else adapter.versions
@@ -138,9 +146,8 @@ class AdapterVersions:
             self._add_aliases(name, adapter)
 
     def _add_aliases(self, name: str, adapter: VersionedAdapter) -> None:
-        for number, version in adapter.versions.items():
-            self._names.add_alias(f"{name}@v{number}", *version.key, version_of=name)
-        self._names.add_alias(name, *adapter.versions[adapter.primary].key)
+        for alias, key in _list_aliases(name, adapter).items():
+            self._names.add_alias(alias, *key, version_of=None if alias == name else name)
 
     # --- Files --------------------------------------------------------------------------------------------------------
 
@@ -164,19 +171,28 @@ class AdapterVersions:
             self.folder.mkdir(parents=True, exist_ok=True)
             path = self.folder / STATE_FILE
             stored = json.loads(path.read_bytes()) if path.exists() else {}
-            self._adapters = {name: _decode(entry) for name, entry in stored.items()}
-        except (OSError, ValueError, LookupError, TypeError) as error:
+            if not isinstance(stored, dict):
+                raise ValueError("it must be a JSON object")
+        except (OSError, ValueError) as error:
             raise ConfigError(f"--adapter-uploads-dir {self.folder}: {STATE_FILE} cannot be read: {error}") from error
+        for name, entry in stored.items():
+            try:
+                adapter = _decode(entry)
+                self._names.check_aliases(list(_list_aliases(name, adapter)))
+            except (InputError, AttributeError, LookupError, TypeError, ValueError) as error:
+                logger.warning("%s: the versions of adapter %r are not served: %r", STATE_FILE, name[:64], error)
+                self._skipped[name] = entry
+            else:
+                self._adapters[name] = adapter
+                self._add_aliases(name, adapter)
         used = {each.key.name for _, adapter in self for each in adapter.versions.values()}
-        for entry in self.folder.iterdir():
-            if entry.name not in used:
-                self.delete_folder(entry.name)
-        for name, adapter in self:
-            self._add_aliases(name, adapter)
+        for folder in self.folder.iterdir():
+            if folder.name not in used and not self._skipped:  # a skipped entry may use any folder
+                self.delete_folder(folder.name)
 
     def _store(self, adapters: Mapping[str, VersionedAdapter]) -> None:
         assert self.folder is not None
-        content = {name: _encode(adapter) for name, adapter in adapters.items()}
+        content = self._skipped | {name: _encode(adapter) for name, adapter in adapters.items()}
         partial = self.folder / f"{STATE_FILE}.part"
         partial.write_text(json.dumps(content, indent=1))
         os.replace(partial, self.folder / STATE_FILE)
@@ -184,6 +200,12 @@ class AdapterVersions:
 
 def make_upload_key(folder: Path) -> AdapterKey:
     return AdapterKey(LocalSource.kind, folder.name)
+
+
+def _list_aliases(name: str, adapter: VersionedAdapter) -> dict[str, AdapterKey]:
+    """Return the names of an adapter and its versions."""
+    aliases = {f"{name}@v{number}": version.key for number, version in adapter.versions.items()}
+    return aliases | {name: adapter.versions[adapter.primary].key}
 
 
 def _encode(adapter: VersionedAdapter) -> dict[str, object]:

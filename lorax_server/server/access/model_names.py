@@ -9,7 +9,7 @@ import logging
 import re
 import threading
 from bisect import bisect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
@@ -144,12 +144,18 @@ class ModelNames:
         if alias in self.base_names or alias == BASE_MODEL:
             raise InputError(f"{alias!r} is a base model name; choose another name")
 
+    def check_aliases(self, aliases: Collection[str]) -> None:
+        """Raise if these names are not allowed for adapters, or if they exceed the limit of names."""
+        for alias in aliases:
+            self.check_alias(alias)
+        num_new = sum(alias not in self._aliases for alias in aliases)
+        if num_new and len(self._aliases) + num_new > MAX_ALIASES:
+            raise InputError(f"the limit of {MAX_ALIASES} adapter names is reached; unload some adapters")
+
     def add_alias(self, alias: str, source: str, name: str, version_of: str | None = None) -> None:
         """Make a name refer to an adapter. A key that may use `version_of` may also use the new name."""
-        self.check_alias(alias)
         with self._lock:
-            if len(self._aliases) >= MAX_ALIASES and alias not in self._aliases:
-                raise InputError(f"the limit of {MAX_ALIASES} adapter names is reached; unload some adapters")
+            self.check_aliases([alias])
             self._aliases[alias] = self.normalize(source, name)
             self._version_names.pop(alias, None)
             if version_of is not None:

@@ -33,7 +33,7 @@ from lorax_server.files.regular_file import convert_read_errors, open_regular_fi
 from lorax_server.files.strict_json import parse_json
 from lorax_server.server.access.keys import Key
 from lorax_server.server.access.model_names import AdapterKey, make_unknown_model_error
-from lorax_server.server.adapter_versions import make_upload_key
+from lorax_server.server.adapter_versions import MAX_NAME_CHARACTERS, make_upload_key
 from lorax_server.server.http.error_responses import json_response
 from lorax_server.server.http.middleware import discard_body
 from lorax_server.server.request_context import CLIENT_DISCONNECTED_STATUS, RequestContext
@@ -209,6 +209,10 @@ class _Upload:
         if service.versions.folder is None:
             raise ForbiddenError("uploads are disabled; start the server with --adapter-uploads-dir")
         service.model_names.check_alias(self._name)
+        if len(self._name) > MAX_NAME_CHARACTERS:
+            raise InputError(
+                f"{self._label}: a name with uploaded versions must have at most {MAX_NAME_CHARACTERS} characters"
+            )
         if "@" in self._name:
             raise InputError(f"{self._label}: a name with uploaded versions must not contain @")
         if request.headers.get("content-encoding", "identity").strip().lower() not in ("identity", ""):

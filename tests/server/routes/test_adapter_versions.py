@@ -226,7 +226,7 @@ def test_slow_upload_times_out(tmp_path: Path) -> None:
     assert_unchanged(routes)
 
 
-@pytest.mark.parametrize("name", ["base", "poet@v2", "a" * 600])
+@pytest.mark.parametrize("name", ["base", "poet@v2", "a" * 511, "a" * 600])
 def test_invalid_name_is_rejected(routes: UploadRoutes, name: str) -> None:
     assert routes.put(b"two", name, "?config={}").status == 400
     assert_unchanged(routes)
@@ -309,9 +309,32 @@ def test_versions_survive_a_restart(routes: UploadRoutes, tmp_path: Path) -> Non
 
 
 def test_damaged_state_is_a_config_error(routes: UploadRoutes) -> None:
-    (routes.uploads / STATE_FILE).write_text('{"poet": 1}')
-    with pytest.raises(ConfigError, match=STATE_FILE):
-        AdapterVersions(routes.service.model_names, routes.uploads).load()
+    for content in ('{"poet": ', "[]"):
+        (routes.uploads / STATE_FILE).write_text(content)
+        with pytest.raises(ConfigError, match=STATE_FILE):
+            AdapterVersions(routes.service.model_names, routes.uploads).load()
+
+
+def test_invalid_entry_is_skipped_and_keeps_its_files(routes: UploadRoutes, tmp_path: Path) -> None:
+    routes.put(b"two")
+    stored = json.loads((routes.uploads / STATE_FILE).read_text())
+    skipped = {"a" * 511: stored["poet"], "json": 1, "novelist": stored["poet"] | {"weights": {}}}
+    (routes.uploads / STATE_FILE).write_text(json.dumps(skipped | stored))
+    (routes.uploads / ("a" * 32)).mkdir()
+    restarted = UploadRoutes(tmp_path)
+    assert restarted.used() == ("two", "v2")
+    assert len(restarted.stored_folders()) == 2
+    restarted.put(b"three")
+    assert json.loads((routes.uploads / STATE_FILE).read_text()).items() >= skipped.items()
+
+
+def test_too_many_names_change_no_version(routes: UploadRoutes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lorax_server.server.access.model_names.MAX_ALIASES", 2)
+    reply = routes.put(b"two")  # needs the names poet, poet@v1 and poet@v2
+    assert reply.status == 400
+    assert "limit of 2 adapter names" in reply.message
+    assert_unchanged(routes)
+    assert not (routes.uploads / STATE_FILE).exists()
 
 
 def test_concurrent_uploads_of_one_name_get_different_versions(routes: UploadRoutes) -> None:
