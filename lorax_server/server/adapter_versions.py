@@ -24,6 +24,7 @@ from lorax_server.server.access.model_names import AdapterKey, ModelNames
 MAX_VERSIONS = 8  # per name; the oldest versions without requests are removed
 STATE_FILE = "versions.json"
 FOLDER_PATTERN = re.compile(r"[0-9a-f]{32}")
+NUMBER_PATTERN = re.compile(r"[1-9][0-9]{0,8}")
 MAX_NAME_CHARACTERS = MAX_NAME_LENGTH - len("@v999999999")
 
 logger = logging.getLogger(__name__)
@@ -84,11 +85,10 @@ class AdapterVersions:
         """Return the version that a request for this name uses, or None if the name has no versions."""
         adapter = self._adapters.get(name)
         if adapter is None:
-            base, _, number = name.rpartition("@v")
+            base, chosen = split_version(name)
             adapter = self._adapters.get(base)
-            if adapter is None or not number.isdecimal() or int(number) not in adapter.versions:
+            if adapter is None or chosen not in adapter.versions:
                 return None
-            chosen = int(number)
         else:
             chosen = adapter.choose(name, request_id)
         adapter.num_requests[chosen] = adapter.num_requests.get(chosen, 0) + 1
@@ -200,6 +200,12 @@ class AdapterVersions:
 
 def make_upload_key(folder: Path) -> AdapterKey:
     return AdapterKey(LocalSource.kind, folder.name)
+
+
+def split_version(name: str) -> tuple[str, int]:
+    """Return the name and the number of a version such as `poet@v2`. Other names have the number 0."""
+    base, at, number = name.rpartition("@v")
+    return (base, int(number)) if at and NUMBER_PATTERN.fullmatch(number) else (name, 0)
 
 
 def _list_aliases(name: str, adapter: VersionedAdapter) -> dict[str, AdapterKey]:

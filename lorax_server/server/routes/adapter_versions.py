@@ -33,7 +33,7 @@ from lorax_server.files.regular_file import convert_read_errors, open_regular_fi
 from lorax_server.files.strict_json import parse_json
 from lorax_server.server.access.keys import Key
 from lorax_server.server.access.model_names import AdapterKey, make_unknown_model_error
-from lorax_server.server.adapter_versions import MAX_NAME_CHARACTERS, make_upload_key
+from lorax_server.server.adapter_versions import MAX_NAME_CHARACTERS, NUMBER_PATTERN, make_upload_key
 from lorax_server.server.http.error_responses import json_response
 from lorax_server.server.http.middleware import discard_body
 from lorax_server.server.request_context import CLIENT_DISCONNECTED_STATUS, RequestContext
@@ -151,7 +151,7 @@ def _read_weights(body: VersionWeights) -> dict[int, float]:
     weights = dict[int, float]()
     for label, weight in (body.weights or {}).items():
         number = label.removeprefix("v")
-        if not number.isdecimal() or len(number) > 9:
+        if not NUMBER_PATTERN.fullmatch(number):
             raise InputError(f"`weights` must be keyed by versions such as v2 (got {label[:64]!r})")
         weights[int(number)] = weight
     if not sum(weights.values()) > 0:

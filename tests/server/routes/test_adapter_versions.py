@@ -127,6 +127,14 @@ def test_new_name_needs_config(routes: UploadRoutes) -> None:
     assert routes.used("novelist") == ("one", "v1")
 
 
+@pytest.mark.parametrize("number", ["02", "0", "1" * 5000, "\uff12"])
+def test_unusual_version_number_is_not_found(routes: UploadRoutes, number: str) -> None:
+    routes.put(b"two")
+    folder = routes.service.model_names.adapters["poet"].name
+    routes.resolutions[f"{folder}@v{number}"] = AdapterNotFoundError("missing")
+    assert routes.send("POST", "/generate", generate(adapter_id=f"poet@v{number}")).status == 424
+
+
 def test_rollback_and_weighted_split(routes: UploadRoutes) -> None:
     routes.put(b"two")
     assert routes.select({"version": 1}).status == 200
@@ -154,6 +162,7 @@ INVALID_WEIGHTS: list[Any] = [
     {"weights": {"v1": 0}},
     {"weights": {"v1": -1}},
     {"weights": {"latest": 1}},
+    {"weights": {"v02": 1}},
     {"weights": {"v1": 1, "v9": 1}},
 ]
 
