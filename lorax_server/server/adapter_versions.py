@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from lorax_server.adapters.sources.local import LocalSource
 from lorax_server.adapters.sources.source import MAX_NAME_LENGTH
-from lorax_server.errors import ConfigError, InputError
+from lorax_server.errors import ConfigError, ConflictError, InputError
 from lorax_server.server.access.model_names import AdapterKey, ModelNames
 
 MAX_VERSIONS = 8  # per name; the oldest versions without requests are removed
@@ -93,6 +93,21 @@ class AdapterVersions:
             chosen = adapter.choose(name, request_id)
         adapter.num_requests[chosen] = adapter.num_requests.get(chosen, 0) + 1
         return chosen, adapter.versions[chosen].key
+
+    def check_name(self, name: str) -> None:
+        """Raise if a name cannot have uploaded versions."""
+        self._names.check_alias(name)
+        if "@" in name:
+            raise InputError(f"adapter {name[:64]!r}: a name with uploaded versions must not contain @")
+        if len(name) > MAX_NAME_CHARACTERS:
+            raise InputError(
+                f"adapter {name[:64]!r}: a name with uploaded versions must have at most {MAX_NAME_CHARACTERS} "
+                "characters"
+            )
+        for other in self._names.adapters:
+            is_version = other.startswith(f"{name}@v") and split_version(other)[0] == name
+            if is_version and self._names.strip_version(other) != name:
+                raise ConflictError(f"{other[:64]!r} is another adapter; rename it before an upload of {name[:64]!r}")
 
     # --- Changes: each is stored before it is applied -----------------------------------------------------------------
 

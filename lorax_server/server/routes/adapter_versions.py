@@ -33,7 +33,7 @@ from lorax_server.files.regular_file import convert_read_errors, open_regular_fi
 from lorax_server.files.strict_json import parse_json
 from lorax_server.server.access.keys import Key
 from lorax_server.server.access.model_names import AdapterKey, make_unknown_model_error
-from lorax_server.server.adapter_versions import MAX_NAME_CHARACTERS, NUMBER_PATTERN, make_upload_key
+from lorax_server.server.adapter_versions import NUMBER_PATTERN, make_upload_key
 from lorax_server.server.http.error_responses import json_response
 from lorax_server.server.http.middleware import discard_body
 from lorax_server.server.request_context import CLIENT_DISCONNECTED_STATUS, RequestContext
@@ -184,6 +184,7 @@ class _Upload:
             started, key = time.monotonic(), make_upload_key(folder)
             identity = await self._load(key)
             async with versions.lock:
+                versions.check_name(self._name)  # again, because other names were added in the meantime
                 if move:
                     await service.engine.move(self._find_running(), identity)
                 adapter = versions.add(self._name, key, previous, activate)
@@ -208,13 +209,7 @@ class _Upload:
             )
         if service.versions.folder is None:
             raise ForbiddenError("uploads are disabled; start the server with --adapter-uploads-dir")
-        service.model_names.check_alias(self._name)
-        if len(self._name) > MAX_NAME_CHARACTERS:
-            raise InputError(
-                f"{self._label}: a name with uploaded versions must have at most {MAX_NAME_CHARACTERS} characters"
-            )
-        if "@" in self._name:
-            raise InputError(f"{self._label}: a name with uploaded versions must not contain @")
+        service.versions.check_name(self._name)
         if request.headers.get("content-encoding", "identity").strip().lower() not in ("identity", ""):
             raise HTTPException(415, "Expected request without `Content-Encoding`")
         length = request.headers.get("content-length", "")

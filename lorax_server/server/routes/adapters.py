@@ -12,6 +12,7 @@ from lorax_server.errors import AdapterError, AdapterNotFoundError, ConflictErro
 from lorax_server.server.access.keys import Key
 from lorax_server.server.access.model_names import HUB_NAME_PATTERN, AdapterKey, ModelSelection, with_suggestions
 from lorax_server.server.adapter_listing import PageQuery, adapter_to_json, list_page
+from lorax_server.server.adapter_versions import split_version
 from lorax_server.server.http.error_responses import json_response
 from lorax_server.server.http.replica_protocol import AdapterChange
 from lorax_server.server.routes.openai import ERROR_RESPONSES
@@ -54,7 +55,7 @@ def _add_adapter_routes(router: APIRouter, service: Service) -> None:
         choice = names.select_adapter(body.adapter_id, body.adapter_source, body.api_token or None)
         identity = await load_adapter(service, key, choice, body.pin)
         if body.name:
-            names.add_alias(body.name, *choice.adapter_keys[0])
+            await _add_alias(service, body.name, choice.adapter_keys[0])
         request.state.adapter_change = AdapterChange(True, *choice.adapter_keys[0], body.name or "", body.pin)
         return json_response(await _describe_adapter(service, identity, body.name or body.adapter_id))
 
@@ -88,7 +89,7 @@ def _add_vllm_routes(router: APIRouter, service: Service) -> None:
         source = "hub" if HUB_NAME_PATTERN.fullmatch(body.lora_path) and service.config.engine.sources.hub else "local"
         choice = service.model_names.select_adapter(body.lora_path, source)
         await load_adapter(service, key, choice, None)
-        service.model_names.add_alias(body.lora_name, source, body.lora_path)
+        await _add_alias(service, body.lora_name, AdapterKey(source, body.lora_path))
         request.state.adapter_change = AdapterChange(True, *choice.adapter_keys[0], body.lora_name)
         return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.", media_type="text/plain")
 
@@ -194,8 +195,16 @@ async def delete_retired(service: Service) -> None:
 
 
 def _check_no_versions(service: Service, name: str | None) -> None:
-    if name and service.versions.get(name) is not None:
-        raise ConflictError(f"adapter {name[:64]!r} has uploaded versions; unload it, or assign another name")
+    """Raise if a name, or the name before a version number, has uploaded versions."""
+    for each in {name, split_version(name)[0]} if name else ():
+        if service.versions.get(each) is not None:
+            raise ConflictError(f"adapter {each[:64]!r} has uploaded versions; unload it, or assign another name")
+
+
+async def _add_alias(service: Service, alias: str, key: AdapterKey) -> None:
+    async with service.versions.lock:
+        _check_no_versions(service, alias)  # again, because an upload may have finished during the load
+        service.model_names.add_alias(alias, *key)
 
 
 async def _find_other_pins(service: Service, identity: str, name: AdapterKey) -> list[str]:

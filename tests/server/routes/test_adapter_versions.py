@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import os
 from collections import Counter
 from hashlib import sha256
 from pathlib import Path
@@ -15,6 +16,7 @@ from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
 from lorax_server.engine.remote import messages
 from lorax_server.errors import AdapterError, AdapterNotFoundError, ConfigError
 from lorax_server.files.regular_file import read_stamp
+from lorax_server.server.access.model_names import AdapterKey
 from lorax_server.server.adapter_versions import MAX_VERSIONS, STATE_FILE, AdapterVersions
 from lorax_server.types import AdapterState, ResolvedAdapter
 from tests.server.fake_server import Reply, Routes, complete, generate
@@ -49,7 +51,7 @@ class UploadRoutes(Routes):
                 ]
                 soon = asyncio.get_running_loop().call_soon
                 soon(self.engine._settle, messages.AdaptersReply(query_id, states))
-            case messages.Resolve(_, refs) if (self.uploads / refs[0].name).is_dir():
+            case messages.Resolve(_, refs) if os.path.isdir(self.uploads / refs[0].name):
                 content = (self.uploads / refs[0].name / "adapter_model.safetensors").read_bytes()
                 known = AdapterError(f"adapter {refs[0].name!r}: bad weights") if content == b"bad" else None
                 self.resolutions[refs[0].name] = known or ResolvedAdapter(
@@ -299,9 +301,35 @@ def test_unload_removes_all_versions(routes: UploadRoutes) -> None:
 
 def test_load_does_not_replace_versions(routes: UploadRoutes) -> None:
     routes.put(b"two")
-    assert routes.post("/v1/adapters/load", {"adapter_id": "json", "name": "poet"}, ADMIN).status == 409
-    assert routes.post("/v1/load_lora_adapter", {"lora_name": "poet", "lora_path": "json"}, ADMIN).status == 409
-    assert routes.used() == ("two", "v2")
+    for name in ("poet", "poet@v2", "poet@v3"):
+        assert routes.post("/v1/adapters/load", {"adapter_id": "json", "name": name}, ADMIN).status == 409
+        assert routes.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": "json"}, ADMIN).status == 409
+    assert routes.used() == routes.used("poet@v2") == ("two", "v2")
+
+
+def test_upload_does_not_replace_another_adapter(routes: UploadRoutes) -> None:
+    assert routes.post("/v1/adapters/load", {"adapter_id": "json", "name": "poet@v2"}, ADMIN).status == 200
+    reply = routes.put(b"two")
+    assert reply.status == 409
+    assert "'poet@v2'" in reply.message
+    assert_unchanged(routes)
+    assert routes.used("poet@v2") == ("json", "")
+
+
+def test_upload_during_a_load_under_its_name(routes: UploadRoutes) -> None:
+    async def load() -> int:
+        headers = {"authorization": f"Bearer {ADMIN}"}
+        body = {"adapter_id": "json", "name": "poet@v2"}
+        await routes.service.versions.lock.acquire()
+        loading = asyncio.create_task(routes._send("POST", "/v1/adapters/load", body, headers))
+        while not any(isinstance(each, messages.LoadAdapter) for each in routes.engine.sent):
+            await asyncio.sleep(0)
+        key = AdapterKey("local", "a" * 32)
+        await routes.service.versions.apply("poet", routes.service.versions.add("poet", key, None, activate=True))
+        routes.service.versions.lock.release()
+        return (await loading).status
+
+    assert asyncio.run(load()) == 409
 
 
 def test_versions_survive_a_restart(routes: UploadRoutes, tmp_path: Path) -> None:
