@@ -94,6 +94,11 @@ class AdapterVersions:
         adapter.num_requests[chosen] = adapter.num_requests.get(chosen, 0) + 1
         return chosen, adapter.versions[chosen].key
 
+    def is_uploaded(self, key: AdapterKey) -> bool:
+        """Return True if an adapter is an uploaded version."""
+        version = AdapterVersion(key)
+        return version in self.retired or any(version in adapter.versions.values() for _, adapter in self)
+
     def check_name(self, name: str) -> None:
         """Raise if a name cannot have uploaded versions."""
         self._names.check_alias(name)
@@ -112,7 +117,9 @@ class AdapterVersions:
     # --- Changes: each is stored before it is applied -----------------------------------------------------------------
 
     def add(self, name: str, key: AdapterKey, previous: AdapterKey | None, activate: bool) -> VersionedAdapter:
-        """Return the adapter with an additional version. `previous` is the adapter that the name referred to before."""
+        """Return the adapter with an additional version. `previous` becomes version 1 of a name without versions. It
+        must not be an uploaded version, because its files may be deleted.
+        """
         adapter = self._adapters.get(name)
         if adapter is None:
             adapter = VersionedAdapter()

@@ -164,6 +164,7 @@ class _Upload:
 
     def __init__(self, service: Service, key: Key, name: str) -> None:
         self.is_received = False  # the whole body was read
+        self._is_update = False  # the name referred to an uploaded version when the upload started
         self._service = service
         self._key = key
         self._name = name
@@ -187,7 +188,7 @@ class _Upload:
                 versions.check_name(self._name)  # again, because other names were added in the meantime
                 if move:
                     await service.engine.move(self._find_running(), identity)
-                adapter = versions.add(self._name, key, previous, activate)
+                adapter = versions.add(self._name, key, None if self._is_update else previous, activate)
                 await versions.apply(self._name, adapter)
                 service.adapter_index.add(identity, key)
             folder = None  # belongs to the version now
@@ -229,13 +230,14 @@ class _Upload:
         selection = names.select_adapter(self._name, None)
         if has_config and self._name not in names.adapters:
             return None, None
+        (key,) = selection.adapter_keys
+        self._is_update = service.versions.is_uploaded(key)
         try:
             present = await service.engine.resolve(selection.refs)
         except AdapterNotFoundError:
             if has_config:
                 return None, None
             raise AdapterNotFoundError(f"{self._label} does not exist; set `config` to create it") from None
-        (key,) = selection.adapter_keys
         service.adapter_index.add(present.identity, key)
         return key, present
 

@@ -18,6 +18,8 @@ from lorax_server.errors import AdapterError, AdapterNotFoundError, ConfigError
 from lorax_server.files.regular_file import read_stamp
 from lorax_server.server.access.model_names import AdapterKey
 from lorax_server.server.adapter_versions import MAX_VERSIONS, STATE_FILE, AdapterVersions
+from lorax_server.server.routes.adapter_versions import _Upload
+from lorax_server.server.routes.adapters import remove_versions
 from lorax_server.types import AdapterState, ResolvedAdapter
 from tests.server.fake_server import Reply, Routes, complete, generate
 
@@ -383,6 +385,21 @@ def test_concurrent_uploads_of_one_name_get_different_versions(routes: UploadRou
     assert [reply.status for reply in asyncio.run(upload_both())] == [200, 200]
     assert {routes.used(f"poet@v{number}")[0] for number in (2, 3)} == {"two", "three"}
     assert routes.used() == routes.used("poet@v3")
+
+
+def test_unload_during_an_upload(routes: UploadRoutes, monkeypatch: pytest.MonkeyPatch) -> None:
+    routes.put(b"two")
+    receive = _Upload._receive
+
+    async def unload_and_receive(upload: _Upload, request: Any, folder: Path) -> None:
+        await remove_versions(routes.service, "poet")
+        await receive(upload, request, folder)
+
+    monkeypatch.setattr(_Upload, "_receive", unload_and_receive)
+    assert routes.put(b"three").status == 200
+    assert routes.weights() == {"poet@v1": 1.0}
+    assert routes.used("poet@v1") == ("three", "v1")
+    assert len(routes.stored_folders()) == 1
 
 
 # --- Permissions, names and metrics -----------------------------------------------------------------------------------
