@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from lorax_server.adapters.sources.local import LocalSource
 from lorax_server.adapters.sources.source import MAX_NAME_LENGTH
-from lorax_server.errors import ConfigError, ConflictError, InputError
+from lorax_server.errors import ConfigError, ConflictError, InputError, SourceError
 from lorax_server.server.access.model_names import AdapterKey, ModelNames
 
 MAX_VERSIONS = 8  # per name; the oldest versions without requests are removed
@@ -143,16 +143,26 @@ class AdapterVersions:
         total = sum(weights.values())
         return replace(adapter, weights={number: weight / total for number, weight in weights.items() if weight})
 
-    async def apply(self, name: str, adapter: VersionedAdapter | None) -> None:
+    async def apply(
+        self, name: str, adapter: VersionedAdapter | None, prepare: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
         """Store and apply the versions of a name. None removes the name and all its versions. The caller must hold
         `lock`.
+
+        `prepare` is called after the versions are stored. If it raises, the stored versions are restored.
         """
         adapters = {**self._adapters, name: adapter} if adapter is not None else dict(self._adapters)
         if adapter is None:
             adapters.pop(name, None)
         else:
             self._names.check_aliases(list(_list_aliases(name, adapter)))
-        await asyncio.to_thread(self._store, adapters)
+        await self._store(adapters)
+        if prepare is not None:
+            try:
+                await prepare()
+            except BaseException:
+                await self._store(self._adapters)
+                raise
         before = self._adapters.get(name, VersionedAdapter())
         versions = {} if adapter is None else adapter.versions
         for number, version in before.versions.items():
@@ -212,7 +222,13 @@ class AdapterVersions:
             if folder.name not in used and not self._skipped:  # a skipped entry may use any folder
                 self.delete_folder(folder.name)
 
-    def _store(self, adapters: Mapping[str, VersionedAdapter]) -> None:
+    async def _store(self, adapters: Mapping[str, VersionedAdapter]) -> None:
+        try:
+            await asyncio.to_thread(self._write_state, adapters)
+        except OSError as error:
+            raise SourceError(f"the adapter versions cannot be stored: {error.strerror}") from error
+
+    def _write_state(self, adapters: Mapping[str, VersionedAdapter]) -> None:
         assert self.folder is not None
         content = self._skipped | {name: _encode(adapter) for name, adapter in adapters.items()}
         partial = self.folder / f"{STATE_FILE}.part"

@@ -168,6 +168,7 @@ class _Upload:
         self._service = service
         self._key = key
         self._name = name
+        self._identity = ""  # of the uploaded weights, after they are resolved
         self._label = f"adapter {name[:64]!r}"
 
     async def run(self, request: Request, config: str | None, move: bool, activate: bool) -> None:
@@ -183,22 +184,23 @@ class _Upload:
             folder = await asyncio.to_thread(self._make_folder, present, raw_config)
             await self._receive(request, folder)
             started, key = time.monotonic(), make_upload_key(folder)
-            identity = await self._load(key)
+            await self._load(key)
             async with versions.lock:
                 versions.check_name(self._name)  # again, because other names were added in the meantime
-                if move:
-                    await service.engine.move(self._find_running(), identity)
                 adapter = versions.add(self._name, key, None if self._is_update else previous, activate)
-                await versions.apply(self._name, adapter)
-                service.adapter_index.add(identity, key)
-            folder = None  # belongs to the version now
+                await versions.apply(self._name, adapter, self._move_requests if move else None)
+                folder = None  # belongs to the version now
+                service.adapter_index.add(self._identity, key)
             service.metrics.adapter_update_duration.observe(time.monotonic() - started)
-            if previous is not None and present is not None and present.identity != identity:
-                await transfer_pin(service, present.identity, previous, identity, key)
+            if previous is not None and present is not None and present.identity != self._identity:
+                await transfer_pin(service, present.identity, previous, self._identity, key)
+        except OSError as error:
+            raise SourceError(f"{self._label}: the upload cannot be stored: {error.strerror}") from error
         finally:
             versions.num_uploads -= 1
             if folder is not None:
                 await asyncio.to_thread(versions.delete_folder, folder.name)
+                await self._unload()
         await delete_retired(service)
 
     def _check(self, request: Request) -> None:
@@ -283,25 +285,26 @@ class _Upload:
         if expected is not None and digest.digest() != expected:
             raise InputError(f"{self._label}: the weights do not match the sha-256 checksum in `Content-Digest`")
 
-    async def _load(self, key: AdapterKey) -> str:
-        """Load the uploaded weights to the device, and return their identity. Raise if they cannot be served."""
-        service, identity = self._service, ""
+    async def _load(self, key: AdapterKey) -> None:
+        """Load the uploaded weights to the device. Raise if they cannot be served."""
+        service = self._service
         limit_s = service.config.engine.adapter_timeout_s
         try:
             async with asyncio.timeout(limit_s if math.isfinite(limit_s) else None):
-                identity = (await service.engine.resolve([AdapterRef(*key)])).identity
-                await service.engine.load(identity)
+                self._identity = (await service.engine.resolve([AdapterRef(*key)])).identity
+                await service.engine.load(self._identity)
         except TimeoutError:
-            await self._unload(identity)
             raise BusyError(f"{self._label}: the weights were not loaded within {limit_s:g} s; try again") from None
         except AdapterError as error:
-            await self._unload(identity)
             raise type(error)(str(error).replace(key.name, self._name), error.retry_after_s) from None
-        return identity
 
-    async def _unload(self, identity: str) -> None:
-        if identity and not list(self._service.adapter_index.names_of(identity)):
-            await self._service.engine.unload(identity)
+    async def _unload(self) -> None:
+        """Unload the uploaded weights, unless they are another adapter too."""
+        if self._identity and not list(self._service.adapter_index.names_of(self._identity)):
+            await self._service.engine.unload(self._identity)
+
+    async def _move_requests(self) -> None:
+        await self._service.engine.move(self._find_running(), self._identity)
 
     def _find_running(self) -> list[int]:
         """Return the engine's IDs of all unfinished requests for the name, but not for its versions."""
@@ -336,8 +339,5 @@ def _write(file: FileIO, digest: Any, content: bytearray) -> None:
     """Write content to a file and update its checksum."""
     digest.update(content)
     view = memoryview(content)
-    try:
-        while view:
-            view = view[file.write(view) or 0 :]
-    except OSError as error:
-        raise SourceError(f"the weights cannot be stored: {error.strerror}") from error
+    while view:
+        view = view[file.write(view) or 0 :]

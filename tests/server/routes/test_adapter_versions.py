@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import errno
 import json
 import os
 from collections import Counter
@@ -237,6 +238,39 @@ def test_slow_upload_times_out(tmp_path: Path) -> None:
     reply = asyncio.run(routes._send("PUT", "/v1/adapters/poet/weights", None, headers, chunks=[b"tw"], is_open=True))
     assert reply.status == 408
     assert_unchanged(routes)
+
+
+def raise_disk_full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("operation", ["make_folder", "_write_state"])
+def test_full_disk_changes_no_request(routes: UploadRoutes, monkeypatch: pytest.MonkeyPatch, operation: str) -> None:
+    monkeypatch.setattr(AdapterVersions, operation, raise_disk_full)
+    reply = routes.put(b"two", query="?running=move")
+    assert reply.status == 503
+    assert "No space left on device" in reply.message
+    sent = routes.engine.sent
+    assert not any(isinstance(each, messages.MoveRequests) for each in sent)
+    loaded = [each.identity for each in sent if isinstance(each, messages.LoadAdapter)]
+    assert loaded == [each.identity for each in sent if isinstance(each, messages.UnloadAdapter)]
+    assert_unchanged(routes)
+
+
+def test_failed_move_changes_no_version(routes: UploadRoutes, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_: object) -> None:
+        raise AdapterError("another vocabulary size")
+
+    routes.put(b"two")
+    stored = (routes.uploads / STATE_FILE).read_text()
+    monkeypatch.setattr(routes.service.engine, "move", fail)
+    reply = routes.put(b"three", query="?running=move")
+    assert "another vocabulary size" in reply.message
+    assert (routes.uploads / STATE_FILE).read_text() == stored
+    assert routes.used() == ("two", "v2")
+    assert len(routes.stored_folders()) == 1
+    unloaded = [each.identity for each in routes.engine.sent if isinstance(each, messages.UnloadAdapter)]
+    assert unloaded == ["hash of three"]
 
 
 @pytest.mark.parametrize("name", ["base", "poet@v2", "a" * 511, "a" * 600])
