@@ -51,11 +51,14 @@ class AdapterLookup:
         self._bearer = bearer
         self._path = path
         self._request_id = request_id  # selects one version of a weighted split
+        self.name: str | None = None  # the name that the request uses; None for merges and names with a source
         self.version: int | None = None  # the version that was selected, for adapters with uploaded versions
         self.warnings: list[str] = []  # about adapters that are served, but may be for another base model
 
     async def resolve(self, selection: ModelSelection) -> ResolvedAdapter:
         """Return the selected adapter, or a merge that is added to the index. Raise if the caller may not use it."""
+        is_named = selection.merge is None and selection.requested_source is None
+        self.name = selection.label if is_named else None
         if not selection.refs:
             self._key.check_may_use_base()
             return ResolvedAdapter("")

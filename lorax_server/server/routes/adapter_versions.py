@@ -31,6 +31,7 @@ from lorax_server.errors import (
 from lorax_server.files.names import CONFIG_FILE, WEIGHTS_FILE
 from lorax_server.files.regular_file import convert_read_errors, open_regular_file
 from lorax_server.files.strict_json import parse_json
+from lorax_server.pooling import GENERATE
 from lorax_server.server.access.keys import Key
 from lorax_server.server.access.model_names import AdapterKey, make_unknown_model_error
 from lorax_server.server.adapter_versions import NUMBER_PATTERN, make_upload_key
@@ -307,9 +308,11 @@ class _Upload:
         await self._service.engine.move(self._find_running(), self._identity)
 
     def _find_running(self) -> list[int]:
-        """Return the engine's IDs of all unfinished requests for the name, but not for its versions."""
+        """Return the engine's IDs of the unfinished requests that generate text and use only this name."""
+        if self._service.task != GENERATE:  # an input that moves would not match the other inputs of its request
+            return []
         contexts = [each for each in self._service.running if isinstance(each, RequestContext)]
-        named = [each for each in contexts if each.record.adapter_id == self._name]
+        named = [each for each in contexts if each.record.adapter_id == each.lookup.name == self._name]
         return [generation.request.request_id for context in named for generation in context.generations]
 
 

@@ -17,8 +17,10 @@ from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
 from lorax_server.engine.remote import messages
 from lorax_server.errors import AdapterError, AdapterNotFoundError, ConfigError
 from lorax_server.files.regular_file import read_stamp
+from lorax_server.pooling import EMBED
 from lorax_server.server.access.model_names import AdapterKey
 from lorax_server.server.adapter_versions import MAX_VERSIONS, STATE_FILE, AdapterVersions
+from lorax_server.server.request_context import RequestContext
 from lorax_server.server.routes.adapter_versions import _Upload
 from lorax_server.server.routes.adapters import remove_versions
 from lorax_server.types import AdapterState, ResolvedAdapter
@@ -458,6 +460,39 @@ def test_move_names_the_running_requests(routes: UploadRoutes) -> None:
     (message,) = (each for each in routes.engine.sent if isinstance(each, messages.MoveRequests))
     assert message.identity == "hash of two"
     assert message.request_ids == ()
+
+
+MOVES: list[tuple[dict[str, Any], bool]] = [
+    ({"adapter_id": "poet"}, True),
+    ({"adapter_ids": ["poet"]}, True),
+    ({"adapter_id": "poet", "adapter_source": "local"}, False),
+    ({"adapter_id": "poet@v2"}, False),
+    ({"adapter_id": "json"}, False),
+    ({"adapter_ids": ["poet", "json"]}, False),
+    ({"adapter_ids": ["", "poet"]}, False),
+    ({"merged_adapters": {"ids": ["poet", "json"], "weights": [1, 1]}}, False),
+    ({}, False),
+]
+
+
+@pytest.mark.parametrize(("parameters", "moves"), MOVES, ids=str)
+def test_move_includes_only_requests_for_the_name(
+    routes: UploadRoutes, monkeypatch: pytest.MonkeyPatch, parameters: dict[str, Any], moves: bool
+) -> None:
+    found, build_response = list[list[int]](), RequestContext.build_response
+
+    async def find(context: RequestContext, make: Any) -> Any:
+        upload = _Upload(routes.service, context.key, "poet")
+        found.append(upload._find_running())
+        monkeypatch.setattr(routes.service, "task", EMBED)
+        assert upload._find_running() == []
+        return await build_response(context, make)
+
+    routes.put(b"two")
+    monkeypatch.setattr(RequestContext, "build_response", find)
+    reply = routes.send("POST", "/generate", generate(**parameters))
+    assert reply.status == 200, reply.message
+    assert [bool(each) for each in found] == [moves]
 
 
 def test_metrics_show_versions_and_update_times(routes: UploadRoutes) -> None:
