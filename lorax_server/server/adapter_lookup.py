@@ -52,6 +52,7 @@ class AdapterLookup:
         self._path = path
         self._request_id = request_id  # selects one version of a weighted split
         self.name: str | None = None  # the name that the request uses; None for merges and names with a source
+        self.adapter_keys: set[AdapterKey] = set()  # adapters that the request may use until it finishes
         self.version: int | None = None  # the version that was selected, for adapters with uploaded versions
         self.warnings: list[str] = []  # about adapters that are served, but may be for another base model
 
@@ -68,6 +69,7 @@ class AdapterLookup:
         for named_ref, allowed in zip(selection.refs, selection.access_keys, strict=True):
             is_listed = selection.requested_source is None
             ref = self._select_version(named_ref, allowed.name) if is_listed else named_ref
+            self.adapter_keys.add(AdapterKey(ref.source, ref.name))
             try:
                 authorized_ref, adapter = await self._resolve_one(ref)
             except AdapterNotFoundError as error:

@@ -22,7 +22,7 @@ from lorax_server.errors import ContextLengthError, DeadlineError, InputError, L
 from lorax_server.generation.generation import TokenEvent
 from lorax_server.pooling import CLASSIFY, EMBED, GENERATE, SCORE, TOKEN_CLASSIFY, PoolingConfig
 from lorax_server.server.access.keys import Key
-from lorax_server.server.access.model_names import BASE_MODEL, ModelSelection
+from lorax_server.server.access.model_names import BASE_MODEL, AdapterKey, ModelSelection
 from lorax_server.server.access.rate_limits import Permit
 from lorax_server.server.adapter_lookup import AdapterLookup, ResolvedModel
 from lorax_server.server.checks import TIMEOUT_HEADER, check_logprobs, check_no_surrogates, resolve_timeout
@@ -182,6 +182,11 @@ class RequestContext:
         """The pooling settings of a model that does not generate text."""
         assert self.service.pooling is not None
         return self.service.pooling
+
+    @property
+    def adapter_keys(self) -> set[AdapterKey]:
+        """The adapters that the request may use until it finishes."""
+        return self.lookup.adapter_keys
 
     def stop(self, error: LoraxError) -> None:
         """Stop the request at any stage. The client receives the error."""
@@ -414,7 +419,7 @@ class RequestContext:
 
     def _finish(self, is_disconnected: bool) -> None:
         """Release the request's resources and record its outcome in metrics, traces and the log."""
-        self.service.running.discard(self)
+        self.service.finish(self)
         self._long_timer.cancel()
         if self._timer is not None:
             self._timer.cancel()

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import Set
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -40,6 +41,9 @@ MAX_IDENTITIES_PER_QUERY = 1000  # identities in one query to the engine
 
 
 class StoppableRequest(Protocol):
+    @property
+    def adapter_keys(self) -> Set[AdapterKey]: ...
+
     def stop(self, error: LoraxError) -> None: ...
 
 
@@ -59,6 +63,7 @@ class Service:
     is_draining: bool = False
     running: set[StoppableRequest] = field(default_factory=set)  # requests that `drain` may stop
     _exit_stack: AsyncExitStack = field(default_factory=AsyncExitStack)
+    _deletions: "set[asyncio.Task[None]]" = field(default_factory=set)  # of removed versions
 
     def __post_init__(self) -> None:
         config, total = self.config, self.engine.info.max_length
@@ -177,6 +182,39 @@ class Service:
             for identity in identities:
                 if identity not in in_memory:
                     self.adapter_index.remove(identity, only=name)
+
+    def finish(self, request: StoppableRequest) -> None:
+        """Remove a finished request, and delete removed adapter versions that it used."""
+        self.running.discard(request)
+        if any(version.key in request.adapter_keys for version in self.versions.retired):
+            task = asyncio.create_task(self._delete_retired_later())
+            self._deletions.add(task)
+            task.add_done_callback(self._deletions.discard)
+
+    async def _delete_retired_later(self) -> None:
+        with suppress(LoraxError):  # the next upload or unload tries again
+            await self.delete_retired()
+
+    async def delete_retired(self) -> None:
+        """Unload removed versions and delete their files, except for versions with unfinished requests."""
+        index, versions = self.adapter_index, self.versions
+        for version in list(versions.retired):
+            if any(version.key in request.adapter_keys for request in self.running):
+                continue
+            identity = index.latest_identity(version.key)
+            states = await self.engine.list_adapters([identity]) if identity else []
+            if any(state.num_requests for state in states) or version not in versions.retired:
+                continue
+            versions.retired.remove(version)
+            if set(index.names_of(identity)) == {version.key}:
+                await self.unload(identity)
+            index.remove(identity, only=version.key)
+            await asyncio.to_thread(versions.delete_folder, version.key.name)
+
+    async def unload(self, identity: str) -> None:
+        """Unload an adapter once no request uses it."""
+        await self.engine.unload(identity)
+        self.adapter_index.unpin(identity)
 
 
 def is_private_to_machine(config: ServerConfig) -> bool:

@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from hashlib import sha256
 from io import FileIO
 from pathlib import Path
@@ -38,7 +39,7 @@ from lorax_server.server.adapter_versions import NUMBER_PATTERN, make_upload_key
 from lorax_server.server.http.error_responses import json_response
 from lorax_server.server.http.middleware import discard_body
 from lorax_server.server.request_context import CLIENT_DISCONNECTED_STATUS, RequestContext
-from lorax_server.server.routes.adapters import OPENAPI_TAG, delete_retired, transfer_pin
+from lorax_server.server.routes.adapters import OPENAPI_TAG, transfer_pin
 from lorax_server.server.routes.openai import ERROR_RESPONSES
 from lorax_server.server.schemas.openai import AdapterVersionList, VersionWeights
 from lorax_server.server.service import Service
@@ -189,7 +190,7 @@ class _Upload:
             async with versions.lock:
                 versions.check_name(self._name)  # again, because other names were added in the meantime
                 adapter = versions.add(self._name, key, None if self._is_update else previous, activate)
-                await versions.apply(self._name, adapter, self._move_requests if move else None)
+                await versions.apply(self._name, adapter, partial(self._move_requests, key) if move else None)
                 folder = None  # belongs to the version now
                 service.adapter_index.add(self._identity, key)
             service.metrics.adapter_update_duration.observe(time.monotonic() - started)
@@ -202,7 +203,7 @@ class _Upload:
             if folder is not None:
                 await asyncio.to_thread(versions.delete_folder, folder.name)
                 await self._unload()
-        await delete_retired(service)
+        await service.delete_retired()
 
     def _check(self, request: Request) -> None:
         """Reject an invalid upload before its body is received."""
@@ -304,16 +305,20 @@ class _Upload:
         if self._identity and not list(self._service.adapter_index.names_of(self._identity)):
             await self._service.engine.unload(self._identity)
 
-    async def _move_requests(self) -> None:
-        await self._service.engine.move(self._find_running(), self._identity)
+    async def _move_requests(self, key: AdapterKey) -> None:
+        """Continue unfinished requests with the uploaded weights."""
+        contexts = self._find_running()
+        for context in contexts:
+            context.adapter_keys.add(key)
+        request_ids = [each.request.request_id for context in contexts for each in context.generations]
+        await self._service.engine.move(request_ids, self._identity)
 
-    def _find_running(self) -> list[int]:
-        """Return the engine's IDs of the unfinished requests that generate text and use only this name."""
+    def _find_running(self) -> list[RequestContext]:
+        """Return the unfinished requests that generate text and use only this name."""
         if self._service.task != GENERATE:  # an input that moves would not match the other inputs of its request
             return []
         contexts = [each for each in self._service.running if isinstance(each, RequestContext)]
-        named = [each for each in contexts if each.record.adapter_id == each.lookup.name == self._name]
-        return [generation.request.request_id for context in named for generation in context.generations]
+        return [each for each in contexts if each.record.adapter_id == each.lookup.name == self._name]
 
 
 def _parse_config(text: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 unless only this machine can reach a server without keys.
 """
 
-import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -128,7 +127,7 @@ async def load_adapter(service: Service, key: Key, selection: ModelSelection, pi
     await pin_adapter(service, identity, name, pin)
     for old_identity in old_identities:
         if old_identity != identity and not await _find_other_pins(service, old_identity, name):
-            await _unload_identity(service, old_identity)
+            await service.unload(old_identity)
     return identity
 
 
@@ -146,7 +145,7 @@ async def transfer_pin(service: Service, old: str, old_name: AdapterKey, new: st
     if old_name in service.adapter_index.pinning_names(old):
         await pin_adapter(service, new, new_name, True)
         if not await _find_other_pins(service, old, old_name):
-            await _unload_identity(service, old)
+            await service.unload(old)
 
 
 async def unload_adapter(service: Service, key: Key, adapter_id: str, source: str | None) -> AdapterChange:
@@ -163,7 +162,7 @@ async def unload_adapter(service: Service, key: Key, adapter_id: str, source: st
         raise _make_conflict_error(choice.label, holders[identities[-1]])
     for identity in identities:
         if not holders[identity]:
-            await _unload_identity(service, identity)
+            await service.unload(identity)
     await service.forget_unloaded(name)
     if source is None and names.strip_version(choice.label) == choice.label:
         names.remove_alias(choice.label)
@@ -176,22 +175,7 @@ async def remove_versions(service: Service, name: str) -> None:
     async with versions.lock:
         if versions.get(name) is not None:
             await versions.apply(name, None)
-    await delete_retired(service)
-
-
-async def delete_retired(service: Service) -> None:
-    """Unload removed versions and delete their files, except for versions with unfinished requests."""
-    index, versions = service.adapter_index, service.versions
-    for version in list(versions.retired):
-        identity = index.latest_identity(version.key)
-        states = await service.engine.list_adapters([identity]) if identity else []
-        if any(state.num_requests for state in states) or version not in versions.retired:
-            continue
-        versions.retired.remove(version)
-        if set(index.names_of(identity)) == {version.key}:
-            await _unload_identity(service, identity)
-        index.remove(identity, only=version.key)
-        await asyncio.to_thread(versions.delete_folder, version.key.name)
+    await service.delete_retired()
 
 
 def _check_no_versions(service: Service, name: str | None) -> None:
@@ -216,11 +200,6 @@ async def _find_other_pins(service: Service, identity: str, name: AdapterKey) ->
         return []
     aliases = {alias for alias, key in service.model_names.adapters.items() if key in others}
     return sorted(aliases or {other.name for other in others})
-
-
-async def _unload_identity(service: Service, identity: str) -> None:
-    await service.engine.unload(identity)
-    service.adapter_index.unpin(identity)
 
 
 def _make_conflict_error(adapter_id: str, holders: list[str]) -> ConflictError:

@@ -18,6 +18,7 @@ from lorax_server.engine.remote import messages
 from lorax_server.errors import AdapterError, AdapterNotFoundError, ConfigError
 from lorax_server.files.regular_file import read_stamp
 from lorax_server.pooling import EMBED
+from lorax_server.server import request_context
 from lorax_server.server.access.model_names import AdapterKey
 from lorax_server.server.adapter_versions import MAX_VERSIONS, STATE_FILE, AdapterVersions
 from lorax_server.server.request_context import RequestContext
@@ -321,6 +322,28 @@ def test_oldest_versions_are_removed_after_their_requests(routes: UploadRoutes) 
     assert routes.poet.exists()
 
 
+def test_last_request_of_a_removed_version_deletes_its_files(
+    routes: UploadRoutes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders, encode = list[int](), request_context.encode_prompt
+
+    async def unload_and_encode(*arguments: Any) -> list[int]:
+        await remove_versions(routes.service, "poet")
+        folders.append(len(routes.stored_folders()))
+        return await encode(*arguments)
+
+    async def generate_and_wait() -> Reply:
+        reply = await routes._send("POST", "/generate", generate(adapter_id="poet"), {})
+        await asyncio.gather(*routes.service._deletions)
+        return reply
+
+    routes.put(b"two")
+    monkeypatch.setattr(request_context, "encode_prompt", unload_and_encode)
+    assert asyncio.run(generate_and_wait()).headers["x-adapter-version"] == "v2"
+    assert folders == [1]  # the request was resolved, but not submitted
+    assert routes.stored_folders() == []
+
+
 def test_versions_with_weight_are_kept(routes: UploadRoutes) -> None:
     routes.put(b"two")
     routes.select({"weights": {"v1": 1, "v2": 1}})
@@ -479,7 +502,7 @@ MOVES: list[tuple[dict[str, Any], bool]] = [
 def test_move_includes_only_requests_for_the_name(
     routes: UploadRoutes, monkeypatch: pytest.MonkeyPatch, parameters: dict[str, Any], moves: bool
 ) -> None:
-    found, build_response = list[list[int]](), RequestContext.build_response
+    found, build_response = list[list[RequestContext]](), RequestContext.build_response
 
     async def find(context: RequestContext, make: Any) -> Any:
         upload = _Upload(routes.service, context.key, "poet")
