@@ -39,7 +39,7 @@ from lorax_server.server.adapter_versions import NUMBER_PATTERN, make_upload_key
 from lorax_server.server.http.error_responses import json_response
 from lorax_server.server.http.middleware import discard_body
 from lorax_server.server.request_context import CLIENT_DISCONNECTED_STATUS, RequestContext
-from lorax_server.server.routes.adapters import OPENAPI_TAG, transfer_pin
+from lorax_server.server.routes.adapters import ERROR_RESPONSES_AND_CONFLICT, OPENAPI_TAG, transfer_pin
 from lorax_server.server.routes.openai import ERROR_RESPONSES
 from lorax_server.server.schemas.openai import AdapterVersionList, VersionWeights
 from lorax_server.server.service import Service
@@ -62,7 +62,7 @@ def make_router(service: Service) -> APIRouter:
         "/v1/adapters/{name:path}/weights",
         operation_id="update_adapter",
         response_model=AdapterVersionList,
-        responses=ERROR_RESPONSES,
+        responses=ERROR_RESPONSES_AND_CONFLICT,
         openapi_extra={"requestBody": WEIGHTS_BODY},
     )
     async def update(
