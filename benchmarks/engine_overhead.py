@@ -114,7 +114,7 @@ def make_engine(num_rows: int, vocab_size: int) -> Engine:
         ZeroModel(vocab_size),  # type: ignore[arg-type]
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
-        num_rows=num_rows,
+        max_num_seqs=num_rows,
         max_length=LENGTH,
         memory=memory,
     )

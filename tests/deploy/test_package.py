@@ -79,7 +79,7 @@ def test_wheel_runs_in_unrelated_folder(wheel: Path, tmp_path: Path) -> None:
     script = (
         "import lorax_server, lorax_server.cli as cli, lorax_server.cli.demo as demo, lorax_server.server.app\n"
         "assert lorax_server.__file__.startswith(%r), lorax_server.__file__\n"
-        "assert (demo.FOLDER / 'model' / 'config.json').is_file()\n"
+        "assert (demo.DEMO_FOLDER / 'model' / 'config.json').is_file()\n"
         "cli.main(['--version'])\n"
     )
     done = subprocess.run(
