@@ -20,7 +20,7 @@ from lorax_server.models.pretrained import (
     load_tokenizer,
     resolve_pad_token,
 )
-from lorax_server.sampling import SampledTokens, Sampler
+from lorax_server.sampling import Sampler, SamplerOutput
 from lorax_server.sampling.batch import History, TokenMasks
 
 # Without cuDNN, which builds a new plan for every sequence length, i.e. in every decode step: a step of a model with
@@ -31,7 +31,7 @@ ATTENTION_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
 class PaddedStepOutput(NamedTuple):
     """A step's results before `advance` writes them to the batch."""
 
-    sampled: SampledTokens
+    sampled: SamplerOutput
     logits: torch.Tensor  # [rows, columns, vocabulary]; only the last column unless prompt logprobs are requested
     caches: list[LayerCache]  # indexed by layer
 
@@ -122,7 +122,7 @@ class PaddedLM:
         batch.max_input_length += 1
         batch.padding_right_offset -= 1
 
-    def _sample_tokens(self, batch: PaddedBatch, logits: torch.Tensor, masks: TokenMasks | None) -> SampledTokens:
+    def _sample_tokens(self, batch: PaddedBatch, logits: torch.Tensor, masks: TokenMasks | None) -> SamplerOutput:
         choosers = batch.next_token_choosers
         if self._sampler is None or self._sampler[0] != choosers:
             sampler = Sampler([chooser.sequence_sampling for chooser in choosers], logits.shape[-1], logits.device)

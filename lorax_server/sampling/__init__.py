@@ -1,5 +1,5 @@
 """Sample the next token of each sequence in a batch, with separate parameters per sequence."""
 
-from lorax_server.sampling.sampler import SampledTokens, Sampler
+from lorax_server.sampling.sampler import Sampler, SamplerOutput
 
-__all__ = ["SampledTokens", "Sampler"]
+__all__ = ["Sampler", "SamplerOutput"]

@@ -88,7 +88,7 @@ class TokenMasks(NamedTuple):
         return TokenMasks(new_rows, masks[:-1])
 
 
-class SampledTokens(NamedTuple):
+class SamplerOutput(NamedTuple):
     """The sampled tokens and their log probabilities, which are NaN in rows whose logits contain NaN."""
 
     token_ids: torch.Tensor  # [rows]

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lorax_server.kernels.reference import argmax_scores, log_softmax
-from lorax_server.sampling.batch import MIN_TEMPERATURE, History, SampledTokens, SequenceSampling, TokenMasks, TopTokens
+from lorax_server.sampling.batch import MIN_TEMPERATURE, History, SamplerOutput, SequenceSampling, TokenMasks, TopTokens
 from lorax_server.sampling.processors import (
     NEG_INF,
     apply_temperature,
@@ -86,7 +86,7 @@ class GeneralSampler:
         return any(group is not None for group in (self._watermark, self._repetition, self._counts))
 
     @torch.inference_mode()
-    def __call__(self, logits: torch.Tensor, history: History | None, masks: TokenMasks | None = None) -> SampledTokens:
+    def __call__(self, logits: torch.Tensor, history: History | None, masks: TokenMasks | None = None) -> SamplerOutput:
         """Sample a token for each row of `logits`, `[rows, vocabulary]`, without modifying `logits`.
 
         `history` may be None if all rows are greedy and use no penalties, watermark or `min_new_tokens`.
@@ -107,7 +107,7 @@ class GeneralSampler:
             scores = scores.index_copy(0, self._raw.rows, raw[self._raw.rows])
         all_logprobs = log_softmax(scores)
         logprobs = all_logprobs.gather(-1, token_ids[:, None]).squeeze(-1)
-        return SampledTokens(token_ids, logprobs, self._find_alternatives(scores, all_logprobs))
+        return SamplerOutput(token_ids, logprobs, self._find_alternatives(scores, all_logprobs))
 
     def _apply_penalties(self, raw: torch.Tensor, history: History | None, masks: TokenMasks | None) -> torch.Tensor:
         """Return the scores with masks, penalties and biases applied. Return `raw` itself if no row uses them."""

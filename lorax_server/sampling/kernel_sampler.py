@@ -18,7 +18,7 @@ from lorax_server.kernels.sampling import (
     SamplingBatch,
     SamplingInputs,
 )
-from lorax_server.sampling.batch import MIN_TEMPERATURE, History, SampledTokens, SequenceSampling, TokenMasks, TopTokens
+from lorax_server.sampling.batch import MIN_TEMPERATURE, History, SamplerOutput, SequenceSampling, TokenMasks, TopTokens
 from lorax_server.sampling.upload import BatchedUpload
 
 _UNSET, _MAX_INT32 = -1.0, 2**31 - 1
@@ -91,7 +91,7 @@ class KernelSampler:
         self._batch = self._upload_batch(table, len(self._num_alternatives), max_alternatives, torch.device(device))
         self.needs_tokens = any(each.needs_tokens for each in packed)
 
-    def __call__(self, logits: torch.Tensor, history: History | None, masks: TokenMasks | None = None) -> SampledTokens:
+    def __call__(self, logits: torch.Tensor, history: History | None, masks: TokenMasks | None = None) -> SamplerOutput:
         """Sample a token for each row of `logits`, `[rows, vocabulary]`, without modifying `logits`.
 
         `history` may be None if all rows are greedy and use no penalties, watermark or `min_new_tokens`.
@@ -105,9 +105,9 @@ class KernelSampler:
             inputs = inputs._replace(mask_rows=masks.rows, token_masks=masks.masks)
         chosen = self._sample_tokens(self._batch, inputs)
         if not self._num_alternatives:
-            return SampledTokens(chosen.token_ids, chosen.logprobs, None)
+            return SamplerOutput(chosen.token_ids, chosen.logprobs, None)
         alternatives = TopTokens(self._num_alternatives, chosen.listed_ids, chosen.listed_logprobs)
-        return SampledTokens(chosen.token_ids, chosen.logprobs, alternatives)
+        return SamplerOutput(chosen.token_ids, chosen.logprobs, alternatives)
 
     def _add_row_entries(self, row: Any, sampling: SequenceSampling, vocab_size: int) -> None:
         """Add the biases and forbidden tokens of a row to the entry list."""

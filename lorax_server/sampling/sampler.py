@@ -12,12 +12,12 @@ import torch
 
 from lorax_server.kernels import Ops, reference
 from lorax_server.kernels.device import is_host
-from lorax_server.sampling.batch import History, SampledTokens, SequenceSampling, TokenMasks, TopTokens
+from lorax_server.sampling.batch import History, SamplerOutput, SequenceSampling, TokenMasks, TopTokens
 from lorax_server.sampling.general_sampler import GeneralSampler
 from lorax_server.sampling.kernel_sampler import KernelSampler, can_sample
 from lorax_server.sampling.topk_sampler import TopKSampler
 
-__all__ = ["History", "SampledTokens", "Sampler", "SequenceSampling", "TokenMasks", "TopTokens"]
+__all__ = ["History", "Sampler", "SamplerOutput", "SequenceSampling", "TokenMasks", "TopTokens"]
 
 
 class _Method(Enum):
@@ -66,11 +66,11 @@ class Sampler:
         )
 
     @torch.inference_mode()
-    def __call__(self, logits: torch.Tensor, history: History | None, masks: TokenMasks | None = None) -> SampledTokens:
+    def __call__(self, logits: torch.Tensor, history: History | None, masks: TokenMasks | None = None) -> SamplerOutput:
         """Sample a token for each row of `logits`, `[rows, vocabulary]`, without modifying `logits`."""
         return self.sample(logits, history, masks)
 
-    def sample(self, logits: torch.Tensor, history: History | None, masks: TokenMasks | None = None) -> SampledTokens:
+    def sample(self, logits: torch.Tensor, history: History | None, masks: TokenMasks | None = None) -> SamplerOutput:
         """Sample tokens, like `__call__`. The caller must already be in inference mode, because entering this mode
         takes microseconds.
         """
@@ -89,23 +89,23 @@ class Sampler:
             token_ids[row_indices], logprobs[row_indices] = sampled.token_ids, sampled.logprobs
             if sampled.alternatives is not None:
                 alternatives = sampled.alternatives.renumber(group.rows)
-        return SampledTokens(token_ids, logprobs, alternatives)
+        return SamplerOutput(token_ids, logprobs, alternatives)
 
     def _sample_group(
         self, group: _MethodGroup, logits: torch.Tensor, history: History | None, masks: TokenMasks | None
-    ) -> SampledTokens:
+    ) -> SamplerOutput:
         if isinstance(group.sampler, GeneralSampler):
             return group.sampler(logits, history, masks)
         if group.sampler is None:
             numbered = () if masks is None else masks.to_op_args(len(logits))
-            sampled = SampledTokens(*self._ops.choose_greedy(logits, *numbered), None)
+            sampled = SamplerOutput(*self._ops.choose_greedy(logits, *numbered), None)
             if masks is not None:
                 self._set_raw_logprobs(group, logits, sampled)
             return sampled
         assert history is not None
         return group.sampler(logits, history, masks)
 
-    def _set_raw_logprobs(self, group: _MethodGroup, logits: torch.Tensor, sampled: SampledTokens) -> None:
+    def _set_raw_logprobs(self, group: _MethodGroup, logits: torch.Tensor, sampled: SamplerOutput) -> None:
         """Store log probabilities without masks in `sampled`, for rows that set `raw_logprobs`."""
         raw = [index for index, row in enumerate(group.rows) if self._sequence_sampling[row].params.raw_logprobs]
         if raw:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from lorax_server.kernels import Ops
-from lorax_server.sampling.batch import MIN_TEMPERATURE, History, SampledTokens, SequenceSampling, TokenMasks
+from lorax_server.sampling.batch import MIN_TEMPERATURE, History, SamplerOutput, SequenceSampling, TokenMasks
 from lorax_server.sampling.general_sampler import GeneralSampler
 from lorax_server.sampling.random_uniform import HostUniforms
 
@@ -55,7 +55,7 @@ class TopKSampler:
         self._raw = np.flatnonzero([p.raw_logprobs for p in params])
         self._uniforms = HostUniforms([p.seed for p in params])
 
-    def __call__(self, logits: torch.Tensor, history: History, masks: TokenMasks | None = None) -> SampledTokens:
+    def __call__(self, logits: torch.Tensor, history: History, masks: TokenMasks | None = None) -> SamplerOutput:
         numbered = () if masks is None else masks.to_op_args(len(logits))
         candidates = self._find_candidates(logits, numbered)
         with np.errstate(invalid="ignore", divide="ignore"):  # rows with NaN fall back to GeneralSampler below
@@ -71,7 +71,7 @@ class TopKSampler:
             row_masks = None if masks is None else masks.select(rows, len(logits))
             sampled = general_sampler(logits[rows], history.select(rows), row_masks)
             token_ids[incomplete], logprobs[incomplete] = sampled.token_ids.numpy(), sampled.logprobs.numpy()
-        return SampledTokens(torch.from_numpy(token_ids), torch.from_numpy(logprobs), None)
+        return SamplerOutput(torch.from_numpy(token_ids), torch.from_numpy(logprobs), None)
 
     def _find_candidates(self, logits: torch.Tensor, masks: _Masks) -> _Candidates:
         best, token_ids = self._ops.top_k_scores(logits, self._num_candidates, *masks)

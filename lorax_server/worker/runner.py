@@ -15,7 +15,7 @@ from lorax_server.kernels.device import is_host, to_device
 from lorax_server.layers.attention import Seqlen
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.plan import AdapterOp, Ints, LoadOp, MoveOp, StepMasks, StepPlan, StepResult, UnloadOp
-from lorax_server.sampling.sampler import History, SampledTokens, Sampler, SequenceSampling, TokenMasks, TopTokens
+from lorax_server.sampling.sampler import History, Sampler, SamplerOutput, SequenceSampling, TokenMasks, TopTokens
 from lorax_server.types import Alternatives
 from lorax_server.worker.adapter_memory import AdapterMemory
 from lorax_server.worker.graphs import GraphSizes, StepGraphs
@@ -61,7 +61,7 @@ class Ticket(NamedTuple):
     """A step in flight. Its tensors are on the host after the `done` event."""
 
     step: int
-    sampled: SampledTokens | None = None
+    sampled: SamplerOutput | None = None
     scored_prompts: ScoredPrompts | None = None
     done: torch.cuda.Event | None = None
 
@@ -244,7 +244,7 @@ class PagedRunner:
 
     def _sample(
         self, plan: StepPlan, tokens: StepTokens, logits: torch.Tensor, masks: TokenMasks | None = None
-    ) -> SampledTokens:
+    ) -> SamplerOutput:
         tables = self._tables
         slots, host_lengths = plan.slots, tokens.lengths
         if not tokens.layout.samples_all:
@@ -315,6 +315,6 @@ def _to_host(value: Any) -> Any:
     """Start copying a tensor, or all tensors in nested named tuples, to the host. Return the copies."""
     if isinstance(value, torch.Tensor):
         return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
-    if isinstance(value, Ticket | SampledTokens | TopTokens | ScoredPrompts):
+    if isinstance(value, Ticket | SamplerOutput | TopTokens | ScoredPrompts):
         return type(value)(*map(_to_host, value))
     return value

@@ -20,8 +20,8 @@ POOLED = (
     *("/embed", "/classify", "/classify_batch", "/rerank"),
     *("/v1/embeddings", "/v1/classify", "/v1/score", "/v1/rerank"),
 )
-# Adapter names and sources have rules that the document cannot express.
-LOADS = ("/v1/adapters/load", "/v1/load_lora_adapter")
+# Adapter names, sources and versions have rules that the document cannot express.
+ADAPTER_CHANGES = ("/v1/adapters/load", "/v1/load_lora_adapter", "/v1/adapters/{name}/versions")
 TEXT = {f"POST {path}" for path in (*NATIVE, *OPENAI)}
 ADAPTERS = ("first", "second")
 FORMAT_FIELDS = (
@@ -48,7 +48,7 @@ CONFIG: dict[str, Any] = {
         {"include-path": "/invocations", "phases": {"coverage": {"enabled": False}}},
         *(
             {"include-path": path, "checks": {"positive_data_acceptance": {"enabled": False}}}
-            for path in POOLED + LOADS
+            for path in POOLED + ADAPTER_CHANGES
         ),
     ],
 }
@@ -172,11 +172,19 @@ def _parameters(given: dict[str, Any] | None, is_streamed: bool) -> dict[str, An
     result["logit_bias"] = _bias(result.get("logit_bias"))
     result["adapter_id"] = None if merged is not None else _existing_adapter(result.get("adapter_id"))
     result.update(_source(result))
+    result["adapter_ids"] = _fan_out(result, "adapter_ids")
+    if result["adapter_ids"]:
+        result |= {"adapter_id": None, "merged_adapters": None, "best_of": 1}
     if (result.get("best_of") or 1) > 1:
         result.update({"best_of": 1} if is_streamed else {"do_sample": True, "seed": None})
     if is_streamed:
         result["decoder_input_details"] = False
     return result
+
+
+def _fan_out(body: dict[str, Any], field: str) -> list[str] | None:
+    """Replace adapter names by two existing adapters."""
+    return list(ADAPTERS) if body.get(field) else None
 
 
 def _merged(merged: dict[str, Any]) -> dict[str, Any]:
@@ -195,6 +203,9 @@ def _openai(found: dict[str, Any]) -> dict[str, Any]:
     found["adapter_id"] = None if merged is not None else _existing_adapter(found.get("adapter_id"))
     found["model"] = "" if merged is not None or found["adapter_id"] else _existing_adapter(found.get("model")) or ""
     found.update(_source(found))
+    found["models"] = _fan_out(found, "models")
+    if found["models"]:
+        found |= {"model": "", "adapter_id": None, "merged_adapters": None}
     forms = [found.pop(name, None) for name in FORMAT_FIELDS]
     if any(forms):
         found["guided_choice"] = ["yes", "no"]

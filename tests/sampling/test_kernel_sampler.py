@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lorax_server.kernels import Ops
-from lorax_server.sampling.sampler import History, SampledTokens, Sampler, SequenceSampling, TokenMasks
+from lorax_server.sampling.sampler import History, Sampler, SamplerOutput, SequenceSampling, TokenMasks
 from lorax_server.types import SamplingParams
 
 pytest.importorskip("cuda.bindings", reason="needs cuda-core")
@@ -116,7 +116,7 @@ def to_cuda(value: Any) -> Any:
     return type(value)(*(None if each is None else each.cuda() for each in value))
 
 
-def describe_differences(found: SampledTokens, expected: SampledTokens, rows: Sequence[SequenceSampling]) -> list[str]:
+def describe_differences(found: SamplerOutput, expected: SamplerOutput, rows: Sequence[SequenceSampling]) -> list[str]:
     """List the rows that differ, with their parameters."""
     differences = []
     found_top = found.alternatives.by_row() if found.alternatives is not None else {}

@@ -10,7 +10,7 @@ import torch
 
 from lorax_server.kernels import Ops, reference, select_ops
 from lorax_server.sampling.general_sampler import GeneralSampler
-from lorax_server.sampling.sampler import History, SampledTokens, Sampler, SequenceSampling, TokenMasks
+from lorax_server.sampling.sampler import History, Sampler, SamplerOutput, SequenceSampling, TokenMasks
 from lorax_server.types import SamplingParams
 
 SETTINGS: list[dict[str, Any]] = [
@@ -64,7 +64,7 @@ def make_batch(vocab: int, rows: int) -> tuple[torch.Tensor, History, np.ndarray
     return logits, History(torch.full((rows,), 6), torch.full((rows,), 4), tokens), allowed
 
 
-def check_row(found: SampledTokens, row: int, expected: SampledTokens, logprob: float | None) -> None:
+def check_row(found: SamplerOutput, row: int, expected: SamplerOutput, logprob: float | None) -> None:
     assert int(found.token_ids[row]) == int(expected.token_ids[row])
     wanted = float(expected.logprobs[row]) if logprob is None else logprob
     assert float(found.logprobs[row]) == pytest.approx(wanted, abs=1e-5, nan_ok=True)

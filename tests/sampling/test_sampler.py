@@ -24,7 +24,7 @@ from transformers.generation.logits_process import (
 
 from lorax_server.errors import InputError
 from lorax_server.models.contract.next_token_chooser import NextTokenChooser
-from lorax_server.sampling import SampledTokens, Sampler
+from lorax_server.sampling import Sampler, SamplerOutput
 from lorax_server.sampling.sampler import History, SequenceSampling
 from lorax_server.sampling.watermark import green_mask, hash_tokens
 from lorax_server.types import MAX_SEED, Alternatives, SamplingParams, StopParams
@@ -50,7 +50,7 @@ class Row(NamedTuple):
         )
 
 
-def choose(rows: Sequence[Row], device: torch.device, garbage: int = 0, extra: int = 0) -> SampledTokens:
+def choose(rows: Sequence[Row], device: torch.device, garbage: int = 0, extra: int = 0) -> SamplerOutput:
     """Sample all rows in one batch, with `garbage` tokens beyond each row's length."""
     width = max(len(row.ids) for row in rows) + extra
     ids = torch.tensor([[*row.ids, *[garbage] * (width - len(row.ids))] for row in rows], device=device)
@@ -61,7 +61,7 @@ def choose(rows: Sequence[Row], device: torch.device, garbage: int = 0, extra: i
     return sampler(logits, History(lengths, prompts, ids))
 
 
-def choose_alone(row: Row, device: torch.device) -> SampledTokens:
+def choose_alone(row: Row, device: torch.device) -> SamplerOutput:
     chooser = NextTokenChooser(row.params, row.stop, row.prompt_length)
     return chooser(torch.tensor([row.ids], device=device), row.logits[None].to(device))
 
@@ -77,7 +77,7 @@ def bits(value: Any) -> Any:
     return value.cpu().numpy().tobytes()
 
 
-def of_row(sampled: SampledTokens, row: int) -> tuple[Any, ...]:
+def of_row(sampled: SamplerOutput, row: int) -> tuple[Any, ...]:
     alternatives = sampled.alternatives.by_row() if sampled.alternatives is not None else {}
     result = alternatives.get(row)
     return int(sampled.token_ids[row]), bits(sampled.logprobs[row]), None if result is None else bits(result)

@@ -9,7 +9,7 @@ import torch
 from lorax_server.kernels import reference
 from lorax_server.sampling import topk_sampler
 from lorax_server.sampling.general_sampler import GeneralSampler
-from lorax_server.sampling.sampler import History, SampledTokens, Sampler, SequenceSampling
+from lorax_server.sampling.sampler import History, Sampler, SamplerOutput, SequenceSampling
 from lorax_server.sampling.topk_sampler import NUM_CANDIDATES, TopKSampler
 from lorax_server.types import SamplingParams
 
@@ -52,7 +52,7 @@ def make_logits(vocab: int, shape: str) -> torch.Tensor:
     return logits
 
 
-def check_same(found: SampledTokens, expected: SampledTokens) -> None:
+def check_same(found: SamplerOutput, expected: SamplerOutput) -> None:
     assert found.token_ids.tolist() == expected.token_ids.tolist()
     assert found.logprobs.dtype == torch.float32
     torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=0, atol=1e-5, equal_nan=True)

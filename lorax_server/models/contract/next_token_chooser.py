@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from lorax_server.errors import InputError
-from lorax_server.sampling.sampler import History, SampledTokens, Sampler, SequenceSampling
+from lorax_server.sampling.sampler import History, Sampler, SamplerOutput, SequenceSampling
 from lorax_server.types import SamplingParams, StopParams
 
 
@@ -24,7 +24,7 @@ class NextTokenChooser:
         """Create a chooser from a `NextTokenChooserParameters` message."""
         return cls(params_from_pb(pb), stop, prompt_length)
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> SampledTokens:
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> SamplerOutput:
         """Sample a token. `scores` is `[1, vocabulary]`; `input_ids`, `[1, tokens]`, is prompt plus completion."""
         length, prompt_length = torch.tensor([[input_ids.shape[1]], [self.prompt_length]], device=scores.device)
         sampler = Sampler([self.sequence_sampling], scores.shape[-1], scores.device)
