@@ -23,7 +23,7 @@ SHAPE_135M = ModelShape(49152, 576, 1536, 30, 9, 3, 64, 2048)
 ADAPTER = "adapter-000"
 NUM_UPDATES = 10
 STEPS_BETWEEN = 5
-NUM_TOKENS = 400  # per sequence; the measurement ends when the sequences finish
+NUM_TOKENS = 400  # per sequence; the updates stop early if all sequences have finished
 Tensors = Mapping[str, torch.Tensor]
 
 

@@ -27,8 +27,8 @@ def parse_peft_config(config: Any, name: str) -> AdapterConfig:
 def copy_to_spec(name: str, tensors: Mapping[str, torch.Tensor], config: AdapterConfig, max_inputs: int) -> AdapterSpec:
     """Copy an adapter's tensors to the CPU, and return a spec with a new identity.
 
-    The tensors are copied, because the caller may change them later. They are not hashed, so each copy has its own
-    identity.
+    The tensors are copied, because the caller may change them later. The tensors are not hashed, so each copy has
+    its own identity.
     """
     if not tensors:
         raise AdapterError(f"adapter {name!r}: `tensors` is empty")

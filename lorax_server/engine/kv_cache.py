@@ -63,7 +63,9 @@ class KvCache:
         return min(sequence.num_computed, sequence.kv_adapter_start // self.block_size * self.block_size)
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Allocate blocks for `num_tokens` more tokens. If too few blocks are free, change nothing and return False."""
+        """Allocate blocks for `num_tokens` more tokens. If too few blocks are free, allocate none and return
+        False.
+        """
         block_size, num_missing = self._pool.block_size, sequence.num_computed + num_tokens - sequence.capacity
         if num_missing > 0:
             blocks = self._pool.allocate(-(-num_missing // block_size))

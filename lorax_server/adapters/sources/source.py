@@ -80,7 +80,7 @@ class Source(ABC):
         """Download the named files if necessary, verify them, and return their folder."""
 
     def find_watched_paths(self, name: str) -> WatchedPaths:  # noqa: ARG002
-        """Return the paths to check for adapter changes. There are none if only the remote source can detect
+        """Return the paths to check for adapter changes, or no paths if only the remote source can detect
         changes.
         """
         return WatchedPaths()
@@ -140,7 +140,7 @@ class AdapterSources:
         return tuple(self._sources)
 
     def find_watched_paths(self, source: str, name: str) -> WatchedPaths:
-        """Return the paths to check for adapter changes. There are none if only the remote source can detect
+        """Return the paths to check for adapter changes, or no paths if only the remote source can detect
         changes.
         """
         is_allowed = source in self._sources and _is_valid_name(name)

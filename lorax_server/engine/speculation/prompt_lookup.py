@@ -28,7 +28,7 @@ class PromptLookup:
 
     def find(self, token_ids: Sequence[int]) -> tuple[int, int]:
         """Return the position of the token that probably comes next, and the length of the match before this position.
-        The length is 0 if nothing matches.
+        The length is 0 if the last tokens do not occur earlier in the text.
         """
         position = self._after_long.get(tuple(token_ids[-LONG:])) or self._after_token.get(token_ids[-1], 0)
         if not position:
