@@ -449,6 +449,10 @@ class Ops(Protocol):
         """Return `activation(gate) * up`, where gate and up are the two halves of the `linear` result."""
         ...
 
+    def activate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """Return `activation(x)`. The result of a row never depends on the other rows."""
+        ...
+
     def run_experts(
         self,
         x: torch.Tensor,

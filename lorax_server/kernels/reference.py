@@ -295,6 +295,10 @@ def gated_linear(
     return activation.apply_gate(gate, up)
 
 
+def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    return activation(x)
+
+
 def make_linear(weight: torch.Tensor | StoredMatrix, bias: torch.Tensor | None) -> LinearWeights:
     return LinearWeights(weight, bias)
 

@@ -9,11 +9,12 @@ from torch import nn
 from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.adapters.target import AdapterTarget, ExpertTarget, TargetKind
 from lorax_server.distributed import Shard, join_shards, make_full_shard
-from lorax_server.kernels import Activation, ExpertMatrices, Routing, concat_matrices
+from lorax_server.kernels import Activation, ExpertMatrices, Ops, Routing, concat_matrices
+from lorax_server.layers.activation import SIGMOID
 from lorax_server.layers.linear import get_lora_args
 from lorax_server.weights import Weights
 
-Route = Callable[..., Routing]  # (router logits [num_tokens, num_experts], *, top_k, bias) -> experts and weights
+Route = Callable[..., Routing]  # (router logits [num_tokens, num_experts], *, top_k, ...) -> experts and weights
 
 
 def route_softmax(logits: torch.Tensor, *, top_k: int, normalize: bool) -> Routing:
@@ -25,6 +26,7 @@ def route_softmax(logits: torch.Tensor, *, top_k: int, normalize: bool) -> Routi
 def route_sigmoid(
     logits: torch.Tensor,
     *,
+    ops: Ops,
     bias: torch.Tensor,
     top_k: int,
     groups: int,
@@ -37,7 +39,7 @@ def route_sigmoid(
     With several groups of experts, only experts in the `top_groups` groups with the largest sums of their two best
     scores are chosen.
     """
-    scores = logits.float().sigmoid()
+    scores = ops.activate(logits.float(), SIGMOID)
     ranking = scores + bias
     if top_groups < groups:
         by_group = ranking.view(len(ranking), groups, -1)

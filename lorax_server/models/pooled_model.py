@@ -107,12 +107,9 @@ class _Layer(nn.Module):
     def __init__(self, layer: HeadLayer, size: int, weights: Weights, config: Any) -> None:
         super().__init__()
         self.linear = ClassifierLinear(weights, layer.name, size, None if layer.is_final else size, bias=layer.bias)
-        # torch's function, because transformers' `ACT2FN` needs seconds to import.
-        self.activation: Callable[[torch.Tensor], torch.Tensor] | None = None
-        if layer.activation is not None:
-            self.activation = torch.tanh
-            if layer.activation != "tanh":
-                self.activation = get_activation(layer.activation, "classifier_activation").function
+        name = layer.activation
+        self.ops = weights.ops
+        self.activation = None if name is None else get_activation(name, "classifier_activation")
         self.norm = None
         if layer.norm is not None:
             eps, bias = config.norm_eps, config.norm_bias
@@ -120,7 +117,7 @@ class _Layer(nn.Module):
 
     def forward(self, x: torch.Tensor, adapter: int, arena: AdapterArena | None) -> torch.Tensor:
         x = self.linear(x, adapter, arena)
-        x = x if self.activation is None else self.activation(x)
+        x = x if self.activation is None else self.ops.activate(x, self.activation)
         return x if self.norm is None else self.norm(x)
 
 

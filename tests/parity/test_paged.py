@@ -124,6 +124,17 @@ def test_batch_matches_single_sequences(pair: Pair) -> None:
         assert difference(torch.cat(got[row]), pair.expected(ids, lengths[row])) < pair.tolerance, f"row {row}"
 
 
+def test_logits_are_bitwise_independent_of_batch(pair: Pair, device: torch.device) -> None:
+    if device.type != "cpu":
+        pytest.skip("matrix products on GPUs depend on the batch size")
+    rows = [random_ids(length, seed=length) for length in (1, 7, 13, 2, 5)]
+    driver = pair.driver(num_blocks=128)
+    single, batched = ([(driver.add(prompt_length=len(ids)), ids) for ids in rows] for _ in range(2))
+    together = driver.forward(batched)
+    for feed, logits in zip(single, together, strict=True):
+        assert torch.equal(driver.forward([feed])[0], logits)
+
+
 @pytest.mark.parametrize("name", slow_except(QUICK, LENGTH_DEPENDENT), scope="module")
 def test_long_sequence_does_not_change_angles_of_other_sequences(pair: Pair) -> None:
     """Dynamic RoPE scaling for a long sequence does not affect a short sequence in the same batch."""

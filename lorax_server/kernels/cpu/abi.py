@@ -37,6 +37,7 @@ void layer_norm(int64_t dtype, const void* x, int64_t token_stride, int64_t head
 void scale_and_shift(int64_t dtype, void* x, int64_t stride, int64_t tokens, const Lora* lora, int64_t first,
   int64_t last);
 void gate(int64_t dtype, int64_t kind, const void* x, int64_t stride, void* out, int64_t rows, int64_t width);
+void activate(int64_t dtype, int64_t kind, const void* x, void* out, int64_t count);
 void choose_greedy(int64_t dtype, const void* scores, int64_t stride, int64_t rows, int64_t vocabulary,
   const uint32_t* token_masks, int64_t width, const int64_t* mask_indices, int64_t* ids, float* logprobs);
 void gather_logprobs(int64_t dtype, const void* scores, int64_t stride, int64_t rows, int64_t vocabulary,
@@ -73,18 +74,22 @@ class Dtype(IntEnum):
     QUANTIZED = 4
 
 
-class Gate(IntEnum):
-    """Activations that the native kernels fuse."""
+class ActivationKind(IntEnum):
+    """Activations that the native kernels compute."""
 
     NONE = 0
     SILU = 1
     GELU_TANH = 2
     CLAMPED_SWIGLU = 3  # only for experts
+    GELU = 4
+    QUICK_GELU = 5
+    RELU = 6
+    SIGMOID = 7
 
 
 ENUMS: dict[str, Mapping[str, int]] = {
     "Dtype": Dtype.__members__,
-    "Gate": Gate.__members__,
+    "ActivationKind": ActivationKind.__members__,
     "Field": {**Field.__members__, "FIELDS": len(Field)},
 }
 

@@ -30,6 +30,7 @@ RECORDABLE_KERNELS = (
     "layer_norm",
     "scale_and_shift",
     "gate",
+    "activate",
     "rotary",
     "write_kv",
     "decode_attention",

@@ -7,8 +7,9 @@ import torch
 
 from lorax_server.kernels import reference
 from lorax_server.kernels.block_panels import BlockPanels, to_block_panels
-from lorax_server.kernels.cpu.abi import Dtype, Gate
-from lorax_server.kernels.cpu.library import DTYPES, Library
+from lorax_server.kernels.cpu.abi import ActivationKind, Dtype
+from lorax_server.kernels.cpu.activation import KINDS, CpuActivations, apply_to_rows
+from lorax_server.kernels.cpu.library import DTYPES
 from lorax_server.kernels.cpu.structs import Matrix, NativeStruct, lora_struct
 from lorax_server.kernels.matrix import StoredMatrix
 from lorax_server.kernels.ops import (
@@ -23,14 +24,11 @@ from lorax_server.kernels.ops import (
 from lorax_server.kernels.panels import PanelMatrix, to_paired_panels, to_panels
 from lorax_server.kernels.quantized import BlockMatrix, QuantizedMatrix
 
-GATES = {"silu": Gate.SILU, "swish": Gate.SILU, "gelu_tanh": Gate.GELU_TANH}
-EXPERT_GATES = GATES | {"clamped_swiglu": Gate.CLAMPED_SWIGLU}
+EXPERT_KINDS = KINDS | {"clamped_swiglu": ActivationKind.CLAMPED_SWIGLU}
 
 
-class CpuLinears:
-    """Linear layers, gated activations and embedding lookups for CPUs."""
-
-    _library: Library
+class CpuLinears(CpuActivations):
+    """Linear layers, activations and embedding lookups for CPUs."""
 
     def make_linear(self, weight: torch.Tensor | QuantizedMatrix, bias: torch.Tensor | None) -> LinearWeights:
         matrix: StoredMatrix
@@ -66,7 +64,7 @@ class CpuLinears:
         weights: LinearWeights,
         lora: LoraBatch | None,
         targets: Sequence[LoraTarget],
-        gate: Gate = Gate.NONE,
+        gate: ActivationKind = ActivationKind.NONE,
     ) -> torch.Tensor:
         """Implement `Ops.linear` or, with a gate, `Ops.gated_linear`. Matrices without panels use the reference ops."""
         if not isinstance(weights.weight, PanelMatrix | BlockPanels):
@@ -94,16 +92,14 @@ class CpuLinears:
         lora: LoraBatch | None,
         targets: Sequence[LoraTarget],
     ) -> torch.Tensor:
-        gate = GATES.get(activation.name)
+        gate = KINDS.get(activation.name)
         has_panels = isinstance(weights.weight, PanelMatrix | BlockPanels)
         if gate and has_panels and len(weights.weight) % (2 * self._library.panel) == 0:
             return self.linear(x, weights, lora, targets, gate)
         both = self.linear(x, weights, lora, targets)
         if gate and both.dtype in DTYPES:
             return self.apply_gate(both, gate)
-        left, right = both.chunk(2, dim=-1)
-        # torch computes GELU differently for strided tensors, which `left` is unless it has one row.
-        return activation.apply_gate(left.contiguous(), right)
+        return apply_to_rows(lambda row: activation.apply_gate(*row.chunk(2, dim=-1)), both)
 
     def make_experts(self, count: int, matrices: Iterable[ExpertMatrices], activation: Activation) -> ExpertWeights:
         return reference.make_experts(count, matrices, activation, self.make_linear)
@@ -116,7 +112,7 @@ class CpuLinears:
         lora: LoraBatch | None,
         targets: Sequence[LoraTarget],
     ) -> torch.Tensor:
-        gate = EXPERT_GATES.get(experts.activation.name)
+        gate = EXPERT_KINDS.get(experts.activation.name)
         if gate is None or not isinstance(experts.down[0].weight, PanelMatrix | BlockPanels):
             return reference.loop_over_experts(x, routing, experts, lora, targets, self.linear, self.gated_linear)
         gate_up, down = experts.cached("cpu", self._make_matrices, experts)
@@ -141,17 +137,6 @@ class CpuLinears:
             array = (Matrix * len(owned))(*(Matrix.from_address(struct.address) for struct in owned))
             arrays.append(NativeStruct(ctypes.addressof(array), (array, *owned)))
         return arrays[0], arrays[1]
-
-    def apply_gate(self, x: torch.Tensor, kind: Gate) -> torch.Tensor:
-        """Return `activation(left) * right`, where left and right are the halves of `[rows, 2 * width]`."""
-        rows, both = x.shape
-        if both % 2:
-            raise ValueError(f"a gate needs an even number of columns (got {both})")
-        if x.stride(1) != 1:
-            x = x.contiguous()
-        out = torch.empty(rows, both // 2, dtype=x.dtype)
-        self._library.gate(DTYPES[x.dtype], kind, x.data_ptr(), x.stride(0), out.data_ptr(), rows, both // 2)
-        return out
 
     def _make_matrix(self, weights: LinearWeights) -> NativeStruct:
         matrix, bias = weights.weight, weights.bias

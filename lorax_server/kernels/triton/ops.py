@@ -49,6 +49,7 @@ class TritonOps:
     sample_tokens: SampleTokens | None = None
     make_recorder = staticmethod(reference.make_recorder)
     make_linear = staticmethod(reference.make_linear)
+    activate = staticmethod(reference.activate)
     look_up_rows = staticmethod(reference.look_up_rows)
     choose_greedy = staticmethod(reference.choose_greedy)
     gather_logprobs = staticmethod(reference.gather_logprobs)

@@ -53,7 +53,7 @@ class Mixture:
     is_sparse: Sequence[bool] | None = None  # for each layer, whether it has experts instead of an MLP; None: all do
     module: str = "mlp"
     router: str = "gate"
-    router_bias: str | None = None  # a tensor in the router, passed to `route` in float32
+    router_bias: str | None = None  # a tensor in the router, passed to `route` in float32, with the ops
     has_router_bias: bool = False  # the router is a linear layer with a bias
     load: ExpertLoader | None = None  # see `Experts`
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # per-expert names of gate, up and down

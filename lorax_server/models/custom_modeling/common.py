@@ -68,10 +68,11 @@ class PlainMLP(nn.Module):
         self.down = TensorParallelAdapterRowLinear(
             weights, second, shard, size, bias=bias, fan_in_fan_out=transposed, scales_input=True
         )
-        self.activation = arch.find_activation(config)
+        self.ops, self.activation = weights.ops, arch.find_activation(config)
 
     def forward(self, x: torch.Tensor, ctx: PagedContext) -> torch.Tensor:
-        out: torch.Tensor = self.down(self.activation(self.up(x, ctx.adapter_data)), ctx.adapter_data)
+        inner = self.ops.activate(self.up(x, ctx.adapter_data), self.activation)
+        out: torch.Tensor = self.down(inner, ctx.adapter_data)
         return out
 
 

@@ -21,6 +21,7 @@ from lorax_server.distributed import (
 )
 from lorax_server.errors import ConfigError
 from lorax_server.kernels import CosSin
+from lorax_server.layers.activation import SIGMOID
 from lorax_server.layers.attention import PagedContext
 from lorax_server.layers.linear import TensorParallelAdapterRowLinear, TensorParallelMultiAdapterLinear
 from lorax_server.layers.moe import Experts
@@ -153,7 +154,7 @@ class SparseMLP(nn.Module):
 
     def __init__(self, prefix: str, config: Any, weights: Weights, arch: Architecture) -> None:
         super().__init__()
-        mixture, size = arch.mixture, config.hidden_size
+        mixture, size, self.ops = arch.mixture, config.hidden_size, weights.ops
         assert mixture is not None
         if not 1 <= mixture.top_k <= mixture.num_experts:
             raise ConfigError(
@@ -164,7 +165,8 @@ class SparseMLP(nn.Module):
         self.route = partial(mixture.route, top_k=mixture.top_k)
         if mixture.router_bias is not None:
             name = f"{module}.{mixture.router}.{mixture.router_bias}"
-            self.route = partial(self.route, bias=weights.get_tensor(name, (mixture.num_experts,), torch.float32))
+            bias = weights.get_tensor(name, (mixture.num_experts,), torch.float32)
+            self.route = partial(self.route, ops=weights.ops, bias=bias)
         self.router = TensorParallelMultiAdapterLinear(
             weights,
             [f"{module}.{mixture.router}"],
@@ -196,7 +198,7 @@ class SparseMLP(nn.Module):
             return out
         shared: torch.Tensor = self.shared(x, ctx)
         if self.shared_gate is not None:
-            shared = shared * torch.sigmoid(self.shared_gate(x, ctx.adapter_data))
+            shared = shared * self.ops.activate(self.shared_gate(x, ctx.adapter_data), SIGMOID)
         return out + shared
 
 

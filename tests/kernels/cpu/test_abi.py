@@ -37,7 +37,7 @@ def test_field_mismatch_raises_abi_error(monkeypatch: pytest.MonkeyPatch) -> Non
         Library()
 
 
-@pytest.mark.parametrize(("enum", "member"), [("Dtype", "FLOAT16"), ("Gate", "SILU"), ("Field", "FIELDS")])
+@pytest.mark.parametrize(("enum", "member"), [("Dtype", "FLOAT16"), ("ActivationKind", "SILU"), ("Field", "FIELDS")])
 def test_enum_mismatch_raises_abi_error(enum: str, member: str, monkeypatch: pytest.MonkeyPatch) -> None:
     members: Mapping[str, int] = {**abi.ENUMS[enum], member: 77}
     monkeypatch.setitem(abi.ENUMS, enum, members)

@@ -51,7 +51,7 @@ static void run_clamped_gate(const T* both, T* out, int64_t rows, int64_t width,
 template <class T>
 static void run_experts(const Matrix* gate_up, const Matrix* down, int64_t experts, const T* x, int64_t ldx, int64_t rows,
                         const int64_t* chosen, const float* weights, int64_t top_k, T* out, const Lora* lora,
-                        int64_t first, Gate gate, float alpha, float limit) {
+                        int64_t first, ActivationKind gate, float alpha, float limit) {
   static thread_local ExpertRows own_rows;
   static thread_local Scratch total_scratch, input_scratch, both_scratch, inner_scratch, output_scratch;
   const int64_t hidden = gate_up->inputs, inner = down->inputs;
@@ -76,8 +76,7 @@ static void run_experts(const Matrix* gate_up, const Matrix* down, int64_t exper
     } else {
       dispatch_storage<T>(gate_up[expert], inputs, hidden, count, both, batch, first, 2, NONE);
       if (gate == CLAMPED_SWIGLU) run_clamped_gate(both, inside, count, inner, alpha, limit);
-      else if (gate == SILU) run_gate<SILU>(both, 2 * inner, inside, count, inner);
-      else run_gate<GELU_TANH>(both, 2 * inner, inside, count, inner);
+      else run_gate(gate, both, 2 * inner, inside, count, inner);
     }
     dispatch_storage<T>(down[expert], inside, inner, count, outputs, batch, first + 2, 1, NONE);
     parallel_for(count, 1, count * hidden, MAX_SINGLE_THREAD_COPY, [&](Range mine) {
@@ -102,7 +101,7 @@ EXPORT(run_experts, const Matrix* gate_up, const Matrix* down, int64_t experts, 
                     int64_t first, int64_t gate, float alpha, float limit) {
   const auto run = [&](auto of) {
     using T = decltype(of);
-    run_experts<T>(gate_up, down, experts, (const T*)x, ldx, rows, chosen, weights, top_k, (T*)out, lora, first, (Gate)gate,
+    run_experts<T>(gate_up, down, experts, (const T*)x, ldx, rows, chosen, weights, top_k, (T*)out, lora, first, (ActivationKind)gate,
                    alpha, limit);
   };
   if (rows == 0) return;

@@ -118,7 +118,7 @@ constexpr int64_t MAX_SINGLE_THREAD_QUANTIZE = 8 * 1024;
 
 template <class T, class S>
 static void run_linear(const Matrix& matrix, const T* x, int64_t ldx, int64_t rows, T* out, const Lora* lora,
-                       int64_t first, int64_t count, Gate gate) {
+                       int64_t first, int64_t count, ActivationKind gate) {
   static thread_local Scratch wide_scratch, low_scratch, tiled_scratch, tile_scratch;
   static thread_local Plan<T> own_plan;
   constexpr bool IS_TILED = std::is_same<S, Pair>::value;
@@ -159,7 +159,7 @@ static void run_linear(const Matrix& matrix, const T* x, int64_t ldx, int64_t ro
 
 template <class T>
 static void run_quantized_linear(const Matrix& matrix, const T* x, int64_t ldx, int64_t rows, T* out, const Lora* lora,
-                                 int64_t first, int64_t count, Gate gate) {
+                                 int64_t first, int64_t count, ActivationKind gate) {
   static thread_local Scratch low_scratch, quantized_scratch;
   static thread_local Plan<T> own_plan;
   const int64_t inputs = matrix.inputs, blocks = inputs / BLOCK, width = gate == NONE ? matrix.outputs : matrix.outputs / 2;
@@ -189,7 +189,7 @@ static void run_quantized_linear(const Matrix& matrix, const T* x, int64_t ldx, 
 
 template <class T>
 static void dispatch_storage(const Matrix& matrix, const void* x, int64_t ldx, int64_t rows, void* out, const Lora* lora,
-                           int64_t first, int64_t count, Gate gate) {
+                           int64_t first, int64_t count, ActivationKind gate) {
 #if defined(HAS_TILES)
   if constexpr (std::is_same<T, Bf16>::value)
     if (matrix.stored == BFLOAT16_PAIRS)
@@ -207,7 +207,7 @@ static void dispatch_storage(const Matrix& matrix, const void* x, int64_t ldx, i
 // multiple of `PANEL`. `lora` can be null; the matrix has the targets `first` to `first + count - 1`.
 EXPORT(linear, const Matrix* matrix, const void* x, int64_t ldx, int64_t rows, void* out, const Lora* lora,
                int64_t first, int64_t count, int64_t gate) {
-  const Gate kind = (Gate)gate;
+  const ActivationKind kind = (ActivationKind)gate;
   if (rows == 0) return;
   switch (matrix->dtype) {
     case FLOAT32: return dispatch_storage<float>(*matrix, x, ldx, rows, out, lora, first, count, kind);

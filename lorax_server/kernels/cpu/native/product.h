@@ -19,7 +19,20 @@ STRUCT(Lora, const void* buffer; const int64_t* table; const float* scales; cons
        const int64_t* bounds; const int64_t* adapters; int64_t segments; int64_t expert;);
 
 ENUM(Field, A = 0, B = 1, OUTPUT_SCALE = 2, OUTPUT_BIAS = 3, RANK = 7, FIELDS = 10);
-ENUM(Gate, NONE = 0, SILU = 1, GELU_TANH = 2, CLAMPED_SWIGLU = 3);  // the last one only for experts
+ENUM(ActivationKind, NONE = 0, SILU = 1, GELU_TANH = 2, CLAMPED_SWIGLU = 3, GELU = 4, QUICK_GELU = 5, RELU = 6,
+     SIGMOID = 7);  // CLAMPED_SWIGLU is only for experts
+
+// Not inlined, because it is large and every product calls it.
+static __attribute__((noinline)) F apply_activation(ActivationKind kind, F x) {
+  switch (kind) {
+    case SILU: return silu(x);
+    case GELU_TANH: return gelu_tanh(x);
+    case GELU: return gelu(x);
+    case QUICK_GELU: return x * sigmoid(1.702f * x);
+    case RELU: return (x < 0.0f) ? F{} : x;
+    default: return sigmoid(x);
+  }
+}
 
 // The weights of one adapter at one target, for one segment.
 template <class T>
@@ -151,7 +164,7 @@ struct Product {
   const int64_t* bounds;
   const float* low;
   bool has_vectors;  // true if any part has an output scale or output bias
-  Gate gate;
+  ActivationKind gate;
 
   // LoRA outputs for the rows of a tile: columns of the panel group, and of the up half with a gate.
   struct Added {
@@ -343,7 +356,7 @@ struct Product {
   void apply_gate(float* left, const float* right) const {
     for (int j = 0; j < PANEL; j += VL) {
       const F in = load(left + j);
-      store(left + j, (gate == SILU ? silu(in) : gelu_tanh(in)) * load(right + j));
+      store(left + j, apply_activation(gate, in) * load(right + j));
     }
   }
 

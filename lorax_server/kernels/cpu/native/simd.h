@@ -189,9 +189,25 @@ static inline F exponential(F x) {
   return p * (F)(((U)shifted + 127) << 23);
 }
 
+static inline F sigmoid(F x) { return 1.0f / (1.0f + exponential(-x)); }
 static inline F silu(F x) { return x / (1.0f + exponential(-x)); }
 // 0.5 * x * (1 + tanh(y)) == x / (1 + exp(-2 * y)).
 static inline F gelu_tanh(F x) { return x / (1.0f + exponential(-1.5957691216f * (x + 0.044715f * x * x * x))); }
+
+// GELU without approximation, with absolute error about 1e-7 * max(1, |x|). The normal CDF of -|x| is `exp(-x * x / 2)` times
+// a polynomial in `1 / (1 + 0.3 * |x|)`, fitted to a relative error of 1.2e-7.
+static inline F gelu(F x) {
+  const F size = (x < 0.0f) ? -x : x, t = 1.0f / (1.0f + 0.3f * size);
+  F p = t * 3.609257198e-2f - 1.589491780e-1f;
+  p = p * t + 2.093726994e-1f;
+  p = p * t - 5.647389198e-2f;
+  p = p * t + 1.300449033e-1f;
+  p = p * t + 9.946146039e-2f;
+  p = p * t + 1.208268689e-1f;
+  p = p * t + 1.196245064e-1f;
+  const F below = p * t * exponential(-0.5f * x * x);
+  return x * ((x < 0.0f) ? below : 1.0f - below);
+}
 
 // A growing per-thread buffer. `make` returns at least `count` uninitialized items.
 struct Scratch {
