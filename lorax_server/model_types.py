@@ -18,6 +18,8 @@ MODEL_CLASSES = {
     "bloom": "flash_bloom_modeling.FlashBloomForCausalLM",
     "cohere": "flash_cohere_modeling.FlashCohereForCausalLM",
     "cohere2": "flash_cohere2_modeling.FlashCohere2ForCausalLM",
+    "deepseek_v2": "flash_deepseek_modeling.FlashDeepseekV2ForCausalLM",
+    "deepseek_v3": "flash_deepseek_modeling.FlashDeepseekV3ForCausalLM",
     "exaone4": "flash_exaone4_modeling.FlashExaone4ForCausalLM",
     "falcon": "flash_falcon_modeling.FlashFalconForCausalLM",
     "gemma": "flash_gemma_modeling.FlashGemmaForCausalLM",

@@ -203,11 +203,11 @@ def add_lora(out: torch.Tensor, x: torch.Tensor, lora: LoraBatch, targets: Seque
     if not lora.has_low_rank(targets):
         return
     for target in targets:
-        for tokens, adapter, fields in _adapter_segments(lora, target.index):
+        for tokens, adapter, fields in adapter_segments(lora, target.index):
             if rank := fields[Field.RANK]:
                 local = out[tokens, target.columns]
                 lora_a, lora_b = (
-                    _buffer_matrix(lora, fields[field] + lora.expert * rank * width, rank, width)
+                    view_buffer(lora, fields[field] + lora.expert * rank * width, rank, width)
                     for field, width in ((Field.A, x.shape[1]), (Field.B, local.shape[1]))
                 )
                 low_rank = x[tokens] @ lora_a.t() * lora.scales[adapter, target.index]
@@ -218,40 +218,40 @@ def scale_and_shift(out: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTa
     if not lora.has_vectors(targets):
         return
     for target in targets:
-        for tokens, _, fields in _adapter_segments(lora, target.index):
+        for tokens, _, fields in adapter_segments(lora, target.index):
             local = out[tokens, target.columns]
             if fields[Field.OUTPUT_SCALE] >= 0:
-                local *= _buffer_matrix(lora, fields[Field.OUTPUT_SCALE], 1, local.shape[1])
+                local *= view_buffer(lora, fields[Field.OUTPUT_SCALE], 1, local.shape[1])
             if fields[Field.OUTPUT_BIAS] >= 0:
-                local += _buffer_matrix(lora, fields[Field.OUTPUT_BIAS], 1, local.shape[1])
+                local += view_buffer(lora, fields[Field.OUTPUT_BIAS], 1, local.shape[1])
 
 
 def adapt_embedding(out: torch.Tensor, ids: torch.Tensor, lora: LoraBatch, target: EmbeddingTarget) -> None:
     width, num_held = out.shape[1], len(target.vocab)
-    for tokens, adapter, fields in _adapter_segments(lora, target.index):
+    for tokens, adapter, fields in adapter_segments(lora, target.index):
         local = ids[tokens] - target.vocab.start
         if count := fields[Field.NUM_ROWS]:
-            row_ids = _buffer_matrix(lora, fields[Field.ROW_IDS], 1, count * 4 // lora.buffer.itemsize)[0].view(
+            row_ids = view_buffer(lora, fields[Field.ROW_IDS], 1, count * 4 // lora.buffer.itemsize)[0].view(
                 torch.int32
             )
             position = torch.searchsorted(row_ids, local).clamp(max=count - 1)
             has_row = row_ids[position] == local
-            rows = _buffer_matrix(lora, fields[Field.ROWS], count, width)
+            rows = view_buffer(lora, fields[Field.ROWS], count, width)
             out[tokens] = torch.where(has_row[:, None], rows[position], out[tokens])
         rank = fields[Field.RANK]
         if rank and num_held:  # small vocabularies can leave a rank without tokens
             is_local = (local >= 0) & (local < num_held)
             low_rank = (
-                F.embedding(local.where(is_local, 0), _buffer_matrix(lora, fields[Field.A], num_held, rank))
+                F.embedding(local.where(is_local, 0), view_buffer(lora, fields[Field.A], num_held, rank))
                 * is_local[:, None]
             )
             low_rank = (low_rank * lora.scales[adapter, target.index]).to(out.dtype)
-            out[tokens] += low_rank @ _buffer_matrix(lora, fields[Field.B], rank, width)
+            out[tokens] += low_rank @ view_buffer(lora, fields[Field.B], rank, width)
     scale_and_shift(out, lora, [LoraTarget(target.index, slice(0, width))])
-    for tokens, _, fields in _adapter_segments(lora, target.index) if target.adds_new_rows else ():
+    for tokens, _, fields in adapter_segments(lora, target.index) if target.adds_new_rows else ():
         if count := fields[Field.NUM_NEW_ROWS]:  # output scales and biases do not apply to new rows
             new = (ids[tokens] - target.vocab_size).clamp(0, count - 1)
-            rows = _buffer_matrix(lora, fields[Field.NEW_ROWS], count, width)
+            rows = view_buffer(lora, fields[Field.NEW_ROWS], count, width)
             out[tokens] = torch.where(ids[tokens, None] >= target.vocab_size, rows[new], out[tokens])
 
 
@@ -259,14 +259,14 @@ def refresh_lora_plan(lora: LoraBatch, current: LoraBatch) -> None:  # noqa: ARG
     lora.derived.clear()
 
 
-def _adapter_segments(lora: LoraBatch, index: int) -> Iterator[tuple[slice, int, list[int]]]:
+def adapter_segments(lora: LoraBatch, index: int) -> Iterator[tuple[slice, int, list[int]]]:
     """Yield the tokens, the adapter and the table fields of each LoRA segment with an adapter."""
     for adapter, start, stop in zip(lora.adapters, lora.bounds, lora.bounds[1:], strict=False):
         if adapter != 0:
             yield slice(start, stop), adapter, lora.host_table[adapter, index].tolist()
 
 
-def _buffer_matrix(lora: LoraBatch, offset: int, rows: int, width: int) -> torch.Tensor:
+def view_buffer(lora: LoraBatch, offset: int, rows: int, width: int) -> torch.Tensor:
     """Return a view of the adapter buffer as a matrix that starts at `offset`."""
     return lora.buffer[offset : offset + rows * width].view(rows, width)
 

@@ -1,6 +1,7 @@
 """Selects the ops for a device."""
 
 import logging
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,6 +31,33 @@ def select_ops(device: torch.device) -> Ops:
         except Exception as error:  # compiler, driver or import error
             logger.warning("Hopper kernels cannot be compiled; using the Triton kernels: %s", error)
     return TritonOps()
+
+
+class ReferenceAttentionOps:
+    """The ops of another backend with the reference attention, for models whose attention the backend does not
+    support.
+    """
+
+    records_graphs = False  # the reference attention reads lengths on the host
+    attend = staticmethod(reference.attend)
+    attend_sequences = staticmethod(reference.attend_sequences)
+    make_recorder = staticmethod(reference.make_recorder)
+
+    def __init__(self, ops: Ops) -> None:
+        self._ops = ops
+
+    @property
+    def name(self) -> str:
+        return f"{self._ops.name}, attention: {reference.name}"
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    else:
+
+        def __getattr__(self, name):
+            return getattr(self._ops, name)
 
 
 def _select_cpu_ops() -> Ops:

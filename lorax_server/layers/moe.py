@@ -23,6 +23,18 @@ def route_softmax(logits: torch.Tensor, *, top_k: int, normalize: bool) -> Routi
     return Routing(experts, weights / weights.sum(-1, keepdim=True) if normalize else weights)
 
 
+def route_softmax_groups(logits: torch.Tensor, *, top_k: int, groups: int, top_groups: int, scale: float) -> Routing:
+    """Choose the experts with the largest softmax probabilities in the `top_groups` groups with the best experts."""
+    scores = logits.float().softmax(-1)
+    if top_groups < groups:
+        by_group = scores.view(len(scores), groups, -1)
+        best = by_group.amax(-1)
+        is_open = torch.zeros_like(best).scatter(1, best.topk(top_groups, dim=-1).indices, 1.0)
+        scores = by_group.masked_fill(is_open[..., None] == 0, 0.0).flatten(1)
+    weights, experts = scores.topk(top_k, dim=-1)
+    return Routing(experts, weights * scale)
+
+
 def route_sigmoid(
     logits: torch.Tensor,
     *,

@@ -147,6 +147,10 @@ class StepGraphs:
 
         On CPUs, record the graph if it does not exist yet.
         """
+        if adapter_data is not None and adapter_data.lora.changes(
+            adapter_data.find_targets(self._model.unrecorded_targets)
+        ):
+            return None
         count, is_mixed, sizes = len(tokens.slots), not tokens.is_single, self._sizes.for_step(tokens)
         if not sizes or count > sizes[-1] or len(tokens.lengths) > MAX_GRAPH_SEQS:
             return None

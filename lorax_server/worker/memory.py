@@ -135,12 +135,15 @@ def _find_parts(value: Any) -> Sequence[Any]:
         if value.stacked is not None:
             return [part for stack in value.stacked for part in stack]
         return [part for linear in (*value.gate_up, *value.down) for part in _find_parts(linear)]
+    if isinstance(value, list):
+        return [part for each in value for part in _find_parts(each)]
     return (value.weight, value.bias) if isinstance(value, LinearWeights) else (value,)
 
 
 def block_bytes(model: PagedCausalLM, block_size: int) -> int:
     num_kv_heads, head_dim = model.kv_shape
-    return 2 * model.num_layers * num_kv_heads * head_dim * block_size * model.kv_dtype.itemsize
+    num_tensors = 1 if model.shares_kv else 2
+    return num_tensors * model.num_layers * num_kv_heads * head_dim * block_size * model.kv_dtype.itemsize
 
 
 def measure_step_memory(

@@ -8,6 +8,8 @@ from transformers import (
     BloomConfig,
     Cohere2Config,
     CohereConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Exaone4Config,
     FalconConfig,
     Gemma2Config,
@@ -35,7 +37,7 @@ from transformers import (
     Starcoder2Config,
 )
 
-from tests.parity.variant import GQA, LONG, NO_SCALING, SIZES, VOCAB, Variant, rope
+from tests.parity.variant import GATED, GQA, LONG, NO_SCALING, SIZES, VOCAB, Variant, rope
 
 GEMMA = GQA | {"head_dim": 16}
 GEMMA2 = GEMMA | {"sliding_window": 5, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8}
@@ -84,6 +86,25 @@ GLM_MIXTURE: dict[str, Any] = GQA | {
     "first_k_dense_replace": 1,
     "use_qk_norm": True,
 }
+
+LATENT = GATED | {
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
+DEEPSEEK2 = LATENT | {"topk_method": "group_limited_greedy"}
+LATENT_YARN = {"factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0}
 
 GPT_OSS: dict[str, Any] = (
     GQA
@@ -320,6 +341,48 @@ OTHER_VARIANTS = {
     ),
     "glm4moe-head-norms": Variant(Glm4MoeConfig, GLM_MIXTURE, spoil=(r"[qk]_norm\.weight", 1.0)),
     "glm4moe-shared": Variant(Glm4MoeConfig, GLM_MIXTURE, spoil=(r"shared_experts\.down_proj", 0.0)),
+    "deepseek2": Variant(DeepseekV2Config, DEEPSEEK2 | {"q_lora_rank": 12}, off={"topk_group": 4}),
+    "deepseek2-lite": Variant(
+        DeepseekV2Config, DEEPSEEK2 | {"topk_method": "greedy"}, off={"topk_method": "group_limited_greedy"}
+    ),
+    "deepseek2-scale": Variant(DeepseekV2Config, DEEPSEEK2, off={"routed_scaling_factor": 1.0}),
+    "deepseek2-biases": Variant(
+        DeepseekV2Config,
+        DEEPSEEK2 | {"q_lora_rank": 12, "attention_bias": True, "mlp_bias": True, "first_k_dense_replace": 0},
+        off={"mlp_bias": False},
+    ),
+    "deepseek2-yarn": Variant(
+        DeepseekV2Config,
+        DEEPSEEK2 | rope("yarn", **LATENT_YARN, mscale=0.8, mscale_all_dim=1.0),
+        off=rope("yarn", **LATENT_YARN, mscale=0.8, mscale_all_dim=0.0),
+    ),
+    "deepseek2-norms": Variant(
+        DeepseekV2Config, DEEPSEEK2 | {"q_lora_rank": 12}, spoil=(r"(q|kv)_a_layernorm\.weight", 1.0)
+    ),
+    "deepseek3": Variant(DeepseekV3Config, LATENT | {"q_lora_rank": 12}, off={"topk_group": 4}),
+    "deepseek3-interleave": Variant(DeepseekV3Config, LATENT, off={"rope_interleave": False}),
+    "deepseek3-no-interleave": Variant(
+        DeepseekV3Config, LATENT | {"rope_interleave": False}, off={"rope_interleave": True}
+    ),
+    "deepseek3-unnormalized": Variant(
+        DeepseekV3Config,
+        LATENT | {"norm_topk_prob": False, "attention_bias": True, "q_lora_rank": 12},
+        off={"norm_topk_prob": True},
+    ),
+    "deepseek3-bias": Variant(
+        DeepseekV3Config, LATENT | {"n_group": 1, "topk_group": 1}, spoil=(r"e_score_correction_bias", 0.0)
+    ),
+    "deepseek3-dense": Variant(
+        DeepseekV3Config,
+        LATENT | {"first_k_dense_replace": 3, "tie_word_embeddings": True},
+        off={"rms_norm_eps": 0.5},
+    ),
+    "deepseek3-yarn": Variant(
+        DeepseekV3Config,
+        LATENT | rope("yarn", **LATENT_YARN, mscale=1.0, mscale_all_dim=1.0),
+        off=rope("yarn", **LATENT_YARN, mscale=1.0, mscale_all_dim=0.0),
+    ),
+    "deepseek3-shared": Variant(DeepseekV3Config, LATENT, spoil=(r"shared_experts\.down_proj", 0.0)),
 }
 # These models store norm weights minus one.
 OTHER_VARIANTS |= {

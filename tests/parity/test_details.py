@@ -204,6 +204,8 @@ def test_neox_checkpoint_with_embed_out_loads(name: str, tmp_path: Path, device:
         ("qwen3moe", "model.layers.0.mlp.experts.5.up_proj.weight"),
         ("granitemoe", "model.layers.0.block_sparse_moe.input_linear.weight"),
         ("glm4moe", "model.layers.1.mlp.experts.5.up_proj.weight"),
+        ("deepseek2", "model.layers.1.mlp.experts.5.up_proj.weight"),
+        ("deepseek3", "model.layers.1.mlp.gate.e_score_correction_bias"),
     ],
 )
 def test_published_moe_checkpoints_load(name: str, stored: str, tmp_path: Path, device: torch.device) -> None:
@@ -286,6 +288,12 @@ MPT_FIELDS = ("clip_qkv", "qk_ln", "prefix_lm")
         ("mpt", {"no_bias": False}, "no_bias = false"),
         ("qwen3moe", {"num_experts_per_tok": 7}, "must be between 1 and the number of experts, 6"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0 is not supported"),
+        ("deepseek2", {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc' is not supported; use 'greedy' or"),
+        ("deepseek2", {"norm_topk_prob": True}, "norm_topk_prob = True is not supported"),
+        ("deepseek2", {"moe_layer_freq": 2}, "moe_layer_freq = 2 is not supported"),
+        ("deepseek2", {"quantize": "fp8-kv"}, "fp8-kv is not supported for deepseek_v2"),
+        ("deepseek3", {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported; use 'sigmoid'"),
+        ("deepseek3", {"num_key_value_heads": 2}, "num_key_value_heads = 2 is not supported; use 4"),
     ],
 )
 def test_unsupported_values_are_rejected(name: str, fields: dict[str, Any], message: str) -> None:

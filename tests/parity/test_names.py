@@ -12,7 +12,7 @@ from lorax_server.config import ModelConfig
 from lorax_server.models import get_model
 from lorax_server.models.registry import build_model
 from tests.paged import PagedDriver
-from tests.parity.other_variants import OTHER_VARIANTS
+from tests.parity.other_variants import LATENT_YARN, OTHER_VARIANTS
 from tests.parity.variant import LONG
 from tests.parity.variants import VARIANTS, checkpoint, make_oracle, make_weights
 
@@ -35,6 +35,12 @@ OLD_CONFIGS: dict[str, dict[str, Any]] = {
     "gptj": {},
     "mixtral": {"rope_parameters": None, "rope_theta": 1000000.0},
     "qwen3moe": {"rope_parameters": None, "rope_theta": 10000.0},
+    "deepseek2-yarn": {
+        "rope_parameters": None,
+        "rope_theta": 10000.0,
+        "rope_scaling": {"type": "yarn", "mscale": 0.8, "mscale_all_dim": 1.0, **LATENT_YARN},
+    },
+    "deepseek3": {"rope_parameters": None, "rope_theta": 10000.0},
     "glm4moe": {"rope_parameters": None, "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
 }
 

@@ -54,14 +54,18 @@ def test_warmup_layers_cover_all_layer_types(name: str, num_warmup_layers: int) 
 
 
 def make_host_adapters(model: PagedCausalLM) -> list[HostAdapter]:
-    """Prepare adapters with several ranks. The last two lack modules or have only a bias."""
+    """Prepare adapters with several ranks. The last two lack modules or have only a bias.
+
+    Only the adapter that lacks modules can change modules that graphs do not support.
+    """
     targets, vocab_size = collect_adapter_targets(model), model.config.vocab_size
     dtype, device = model.lm_head.linear.weight.dtype, model.device
     adapters = []
     ranks = (*RANKS[:-1], 512) if device.type == "cuda" else RANKS
     for seed, rank in enumerate((*ranks, 8)):
         factors = random_factors(targets, rank, seed)
-        names = list(factors)[::3] if seed == len(RANKS) else list(factors)
+        unrecorded = {target.name for target in model.unrecorded_targets}
+        names = list(factors)[::3] if seed == len(RANKS) else [name for name in factors if name not in unrecorded]
         modules = {name: ModuleWeights(*factors[name], 0.5 / rank) for name in names}
         adapters.append(GivenAdapter(modules, vocab_size))
     norms = [name for name, target in targets.items() if target.kind is TargetKind.NORM and target.weight is not None]

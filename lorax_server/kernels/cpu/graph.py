@@ -59,6 +59,7 @@ ROUTING_OPS = (
     aten.gather.default,
     aten.zeros_like.default,
     aten.scatter.value,
+    aten.amax.default,
 )
 # First ops of `tolist` and `numpy`, whose results would be constants in a replay.
 HOST_READ_OPS = (aten.resolve_conj.default, aten.resolve_neg.default, aten.to.dtype_layout)

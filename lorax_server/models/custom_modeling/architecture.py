@@ -81,6 +81,8 @@ class Architecture:
 
     # Attention
     num_kv_heads: int | None = None  # None: the config's `num_key_value_heads`
+    kv_head_dim: int | None = None  # size of a cached vector; None: the head size
+    shares_kv: bool = False  # the values are the keys, so the cache stores one vector per token and KV head
     grouped_qkv: bool = False  # the fused QKV matrix is stored group by group: queries, key, value
     scale: float | None = None  # multiplier for attention scores; None: head_dim**-0.5
     soft_cap: float | None = None  # soft cap on attention scores
@@ -110,6 +112,10 @@ class Architecture:
     def get_num_kv_heads(self, config: Any) -> int:
         """Return the total number of key and value heads over all ranks."""
         return int(self.num_kv_heads or config.num_key_value_heads)
+
+    def get_kv_head_dim(self, config: Any) -> int:
+        """Return the size of the vectors in the KV cache."""
+        return self.kv_head_dim or head_dim(config)
 
     def get_rotary_dim(self, config: Any) -> int:
         return self.rotary_dim or head_dim(config)

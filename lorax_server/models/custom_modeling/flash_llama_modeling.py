@@ -111,6 +111,10 @@ class FlashLlamaAttention(nn.Module):
         interleaved = self.head_dim, partial_rotary_dim(config, arch.get_rotary_dim(config))
         return [replace(heads, interleaved=interleaved), replace(kv_heads, interleaved=interleaved), kv_heads]
 
+    def find_query_targets(self) -> set[str]:
+        """Return the names of targets that change queries, but no keys and values."""
+        return {self.qkv_proj.targets[0].name} if len(self.qkv_proj.targets) == 3 else set()
+
     def forward(self, x: torch.Tensor, rope: CosSin | None, ctx: PagedContext) -> torch.Tensor:
         heads = self.qkv_proj(x, ctx.adapter_data).view(x.shape[0], -1, self.head_dim)
         qk = heads[:, : self.num_heads + self.num_kv_heads]
@@ -305,7 +309,7 @@ class FlashLlamaForCausalLM(PagedCausalLM):
         # Check this first, because the next check mentions `num_key_value_heads`, which some configs lack.
         shard_evenly(weights.process_group, config.num_attention_heads, "num_attention_heads")
         kv_heads = shard_kv_heads(weights.process_group, arch.get_num_kv_heads(config), 1)
-        super().__init__(config, weights, (kv_heads.size, head_dim(config)))
+        super().__init__(config, weights, (kv_heads.size, arch.get_kv_head_dim(config)), shares_kv=arch.shares_kv)
         prefix = f"{prefix}." if prefix else ""
         layer_class, model_class = arch.layer_class or FlashLlamaLayer, arch.model_class or FlashLlamaModel
         create_layer_fn = create_layer_fn or partial(layer_class, arch=arch)
@@ -323,8 +327,7 @@ class FlashLlamaForCausalLM(PagedCausalLM):
             return frozenset()
         modules = last.self_attn.o_proj, last.mlp, self.model.norm, self.lm_head
         names = {name for module in modules if module is not None for name in collect_adapter_targets(module)}
-        qkv = last.self_attn.qkv_proj.targets
-        return frozenset(names | {qkv[0].name} if len(qkv) == 3 else names)  # queries, unless they are fused
+        return frozenset(names | last.self_attn.find_query_targets())
 
     @staticmethod
     def describe(config: Any) -> Architecture:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lorax_server.adapters.batch import AdapterBatchData
+from lorax_server.adapters.target import AdapterTarget
 from lorax_server.distributed import shard_vocab
 from lorax_server.errors import ConfigError, InputError
 from lorax_server.kernels import AttentionSpec, QuantizedMatrix
@@ -45,15 +46,21 @@ class PagedCausalLM(nn.Module):
     model: Decoder
     lm_head: MultiAdapterHead
     weight_format = ""  # formats of quantized matrices, such as Q4_K
+    unrecorded_targets: tuple[AdapterTarget, ...] = ()  # targets whose adapters recorded steps do not apply
 
-    def __init__(self, config: Any, weights: Weights, kv_shape: tuple[int, int]) -> None:
-        """Store the model's settings. `kv_shape` is (number of KV heads on this rank, head dimension)."""
+    def __init__(self, config: Any, weights: Weights, kv_shape: tuple[int, int], *, shares_kv: bool = False) -> None:
+        """Store the model's settings.
+
+        `kv_shape` is (number of KV heads on this rank, head dimension). With `shares_kv`, the values are the keys, and
+        the cache stores them once.
+        """
         super().__init__()
         self.config = config
         self.ops = weights.ops
         self.device = weights.device
         self.dtype = weights.dtype
         self.kv_shape = kv_shape
+        self.shares_kv = shares_kv
         self.kv_dtype = torch.float8_e4m3fn if kv_is_quantized(config) else weights.dtype
         self.num_layers: int = config.num_hidden_layers
 
@@ -68,6 +75,8 @@ class PagedCausalLM(nn.Module):
         def zeros() -> torch.Tensor:
             return allocate_zeros(shape, self.kv_dtype, self.device)
 
+        if self.shares_kv:
+            return [(shared, shared) for shared in (zeros() for _ in range(self.num_layers))]
         return [(zeros(), zeros()) for _ in range(self.num_layers)]
 
     def find_targets_after_kv(self) -> frozenset[str]:

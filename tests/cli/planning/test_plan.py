@@ -1,7 +1,7 @@
 """`lorax plan`: figures, errors, and sizes compared with real models and adapters."""
 
+import itertools
 import json
-import math
 import re
 import shlex
 from collections.abc import Callable
@@ -105,7 +105,8 @@ def test_planned_memory_matches_served_model(name: str) -> None:
         tensor.numel() for tensor in checkpoint(name, oracle).values()
     )
     model = build_model(config, make_weights(checkpoint(name, oracle), torch.device("cpu")))
-    assert counted.token_bytes == 2 * HALF_PRECISION_BYTES * model.num_layers * math.prod(model.kv_shape)
+    cached = sum(tensor[0].nbytes for tensor in {*itertools.chain(*model.allocate_kv_cache(1, 1))})  # float32
+    assert counted.token_bytes == HALF_PRECISION_BYTES * cached // torch.float32.itemsize
     kinds = (TargetKind.LINEAR, TargetKind.EXPERTS)
     targets = [target for target in collect_adapter_targets(model).values() if target.kind in kinds]
     counts = [1 if target.experts is None else target.experts.num_experts for target in targets]

@@ -36,7 +36,8 @@ ATTENTION = {
     "neox": ["query_key_value", "attention.dense"],
     "opt": ["q_proj", "k_proj", "v_proj", "out_proj"],
 }
-MIXTURES = ("mixtral", "qwen2moe", "qwen3moe", "olmoe", "granitemoe", "glm4moe", "gptoss")
+LATENT = ("deepseek2", "deepseek3")
+MIXTURES = ("mixtral", "qwen2moe", "qwen3moe", "olmoe", "granitemoe", "glm4moe", "gptoss", *LATENT)
 LLAMAS: tuple[str, ...] = (
     "gemma",
     "gemma2",
@@ -60,6 +61,7 @@ ATTENTION |= {
     "bigcode": ["c_attn", "attn.c_proj"],
     "gptj": ["q_proj", "k_proj", "v_proj", "out_proj"],
 }
+ATTENTION |= {base: ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"] for base in LATENT}
 PEFT_FORMAT = "as-peft-writes-it"
 EMBEDDING = {
     "gpt2": "wte",
@@ -596,6 +598,27 @@ CASES |= {
         | {"ensure_weight_tying": True, "rank_pattern": {"lm_head": 5}},
     ),
 }
+# The projection from latents, which the server does not compute as a product with one matrix.
+LATENT_LINEARS = ["q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+CASES |= {
+    "deepseek2-lite": Case("LoRA", "deepseek2-lite", {"target_modules": LATENT_LINEARS, "r": 5}),
+    "deepseek2-kv-b": Case("LoRA on one matrix", "deepseek2", {"target_modules": ["kv_b_proj"], "lora_bias": True}),
+    "deepseek2-kasa": Case("KaSA", "deepseek2", KASA | {"target_modules": ["kv_b_proj", "kv_a_proj_with_mqa"]}),
+    "deepseek2-ia3": Case(
+        "IA3", "deepseek2", {"target_modules": ["kv_b_proj", "q_b_proj"], "feedforward_modules": []}, method=IA3Config
+    ),
+    "deepseek2-vera": Case("VeRA", "deepseek2", {"r": 4, "target_modules": ["kv_b_proj"]}, method=VeraConfig),
+    "deepseek2-saved-linears": Case(
+        "modules_to_save: linears",
+        "deepseek2-biases",
+        {"target_modules": ["q_a_proj"], "modules_to_save": ["kv_a_proj_with_mqa", "kv_b_proj"]},
+    ),
+    "deepseek2-saved-latent-norms": Case(
+        "modules_to_save: norms",
+        "deepseek2",
+        {"target_modules": ["o_proj"], "modules_to_save": ["q_a_layernorm", "kv_a_layernorm"]},
+    ),
+}
 # Experts, in all forms that PEFT writes.
 BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 PATTERNS = {"experts.down_proj": 5, r"layers\.1\.mlp\.experts\.gate_up_proj": 2}
@@ -622,4 +645,5 @@ CASES |= {
         f"experts-{base}-per-expert": Case("LoRA on modules of each expert", base, {"r": 3}, make=save_per_expert)
         for base in ("mixtral", "qwen3moe")
     },
+    **{f"experts-{base}": Case("LoRA on experts", base, {"target_parameters": BOTH, "r": 3}) for base in LATENT},
 }
