@@ -28,6 +28,7 @@ MODEL_CLASSES = {
     "glm": "flash_glm_modeling.FlashGLMForCausalLM",
     "glm4": "flash_glm4_modeling.FlashGLM4ForCausalLM",
     "glm4_moe": "flash_glm4_moe_modeling.FlashGLM4MoeForCausalLM",
+    "glm4_moe_lite": "flash_deepseek_modeling.FlashGLM4MoeLiteForCausalLM",
     "gpt2": "flash_gpt2_modeling.FlashGPT2ForCausalLM",
     "gpt_bigcode": "flash_gpt_bigcode_modeling.FlashGPTBigCodeForCausalLM",
     "gpt_neox": "flash_neox_modeling.FlashGPTNeoXForCausalLM",

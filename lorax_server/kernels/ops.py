@@ -381,6 +381,9 @@ class Ops(Protocol):
         Each token attends to the cached tokens of its sequence and to the new tokens up to itself. With n / 2 angles,
         RoPE rotates the first n head dimensions: dimension i with dimension i + n / 2. Implementations may modify
         `q` and `k`.
+
+        In multi-head latent attention, `v` is `k` and both cache tensors are the same. CPU and reference ops support
+        this.
         """
         ...
 

@@ -17,6 +17,7 @@ from transformers import (
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GlmConfig,
     GPTBigCodeConfig,
     GPTJConfig,
@@ -104,6 +105,7 @@ LATENT = GATED | {
     "first_k_dense_replace": 1,
 }
 DEEPSEEK2 = LATENT | {"topk_method": "group_limited_greedy"}
+GLM4_LITE = {name: value for name, value in LATENT.items() if name != "first_k_dense_replace"} | {"q_lora_rank": 12}
 LATENT_YARN = {"factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0}
 
 GPT_OSS: dict[str, Any] = (
@@ -353,7 +355,7 @@ OTHER_VARIANTS = {
     ),
     "deepseek2-yarn": Variant(
         DeepseekV2Config,
-        DEEPSEEK2 | rope("yarn", **LATENT_YARN, mscale=0.8, mscale_all_dim=1.0),
+        DEEPSEEK2 | {"q_lora_rank": 12} | rope("yarn", **LATENT_YARN, mscale=0.8, mscale_all_dim=1.0),
         off=rope("yarn", **LATENT_YARN, mscale=0.8, mscale_all_dim=0.0),
     ),
     "deepseek2-norms": Variant(
@@ -381,6 +383,14 @@ OTHER_VARIANTS = {
         DeepseekV3Config,
         LATENT | rope("yarn", **LATENT_YARN, mscale=1.0, mscale_all_dim=1.0),
         off=rope("yarn", **LATENT_YARN, mscale=1.0, mscale_all_dim=0.0),
+    ),
+    "glm4lite": Variant(
+        Glm4MoeLiteConfig,
+        GLM4_LITE | {"mlp_layer_types": ["dense", "sparse", "dense"]},
+        off={"mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
+    "glm4lite-bias": Variant(
+        Glm4MoeLiteConfig, GLM4_LITE | {"attention_bias": True}, spoil=(r"e_score_correction_bias", 0.0)
     ),
     "deepseek3-shared": Variant(DeepseekV3Config, LATENT, spoil=(r"shared_experts\.down_proj", 0.0)),
 }

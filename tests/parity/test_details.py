@@ -205,7 +205,9 @@ def test_neox_checkpoint_with_embed_out_loads(name: str, tmp_path: Path, device:
         ("granitemoe", "model.layers.0.block_sparse_moe.input_linear.weight"),
         ("glm4moe", "model.layers.1.mlp.experts.5.up_proj.weight"),
         ("deepseek2", "model.layers.1.mlp.experts.5.up_proj.weight"),
+        ("deepseek2-lite", "model.layers.1.self_attn.kv_b_proj.weight"),
         ("deepseek3", "model.layers.1.mlp.gate.e_score_correction_bias"),
+        ("glm4lite", "model.layers.1.mlp.experts.5.down_proj.weight"),
     ],
 )
 def test_published_moe_checkpoints_load(name: str, stored: str, tmp_path: Path, device: torch.device) -> None:

@@ -68,7 +68,7 @@ def single_rank_logits(name: str, stored_tensors: bytes) -> torch.Tensor:
 
 
 # One variant for each way to divide matrices over ranks.
-QUICK = ("llama-gqa", "gpt2", "neox-parallel", "opt-pre-norm", "falcon", "bloom", "phi3", "gemma2")
+QUICK = ("llama-gqa", "gpt2", "neox-parallel", "opt-pre-norm", "falcon", "bloom", "phi3", "gemma2", "deepseek2")
 
 
 @pytest.mark.parametrize("size", slow_except(GROUP_SIZES[:1], GROUP_SIZES))
@@ -98,6 +98,7 @@ def test_sharded_padded_model_matches_one_rank(name: str, size: int, stored_tens
         ("llama-mqa", 8, "num_attention_heads = 4 is not divisible by 8 tensor-parallel ranks"),
         ("gpt2", 3, "num_attention_heads = 4 is not divisible by 3 tensor-parallel ranks"),
         ("neox-parallel", 8, "num_attention_heads = 4 is not divisible by 8 tensor-parallel ranks"),
+        ("deepseek3", 3, "num_attention_heads = 4 is not divisible by 3 tensor-parallel ranks"),
         ("opt-pre-norm", 3, "num_attention_heads = 4 is not divisible by 3 tensor-parallel ranks"),
     ],
 )

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and DeepSeek-V3: multi-head latent attention, and a mixture of experts with shared experts.
+"""DeepSeek-V2, DeepSeek-V3 and GLM-4.7-Flash: multi-head latent attention, and experts with shared experts.
 
 The KV cache stores one vector per token and layer, which all heads share: the rotated part of the key, followed by the
 latent from which the rest of the keys, and the values, would be computed (`layers/latent.py`).
@@ -123,28 +123,53 @@ class FlashDeepseekV2ForCausalLM(_FlashLatentForCausalLM):
             top_groups=config.topk_group if has_groups else 1,
             scale=config.routed_scaling_factor,
         )
-        return _describe(config, route, None, has_mlp_bias=bool(config.mlp_bias), is_interleaved=True)
+        is_sparse = _find_sparse_layers(config)
+        return _describe(config, route, is_sparse, has_mlp_bias=bool(config.mlp_bias), is_interleaved=True)
 
 
 class FlashDeepseekV3ForCausalLM(_FlashLatentForCausalLM):
     @staticmethod
     def describe(config: Any) -> Architecture:
-        _require(config, "topk_method", "noaux_tc")
-        _require(config, "scoring_func", "sigmoid")
-        route = partial(
-            route_sigmoid,
-            groups=config.n_group,
-            top_groups=config.topk_group,
-            normalize=config.norm_topk_prob,
-            scale=config.routed_scaling_factor,
-        )
-        return _describe(config, route, "e_score_correction_bias", is_interleaved=bool(config.rope_interleave))
+        return _describe_v3(config, _find_sparse_layers(config))
+
+
+class FlashGLM4MoeLiteForCausalLM(_FlashLatentForCausalLM):
+    """GLM-4.7-Flash: DeepSeek-V3 with a list of layer types."""
+
+    @staticmethod
+    def describe(config: Any) -> Architecture:
+        return _describe_v3(config, [kind == "sparse" for kind in config.mlp_layer_types])
+
+
+def _describe_v3(config: Any, is_sparse: list[bool]) -> Architecture:
+    _require(config, "topk_method", "noaux_tc")
+    _require(config, "scoring_func", "sigmoid")
+    route = partial(
+        route_sigmoid,
+        groups=config.n_group,
+        top_groups=config.topk_group,
+        normalize=config.norm_topk_prob,
+        scale=config.routed_scaling_factor,
+    )
+    return _describe(
+        config, route, is_sparse, router_bias="e_score_correction_bias", is_interleaved=bool(config.rope_interleave)
+    )
+
+
+def _find_sparse_layers(config: Any) -> list[bool]:
+    _require(config, "moe_layer_freq", 1)
+    return [layer >= config.first_k_dense_replace for layer in range(config.num_hidden_layers)]
 
 
 def _describe(
-    config: Any, route: Route, router_bias: str | None, *, is_interleaved: bool, has_mlp_bias: bool = False
+    config: Any,
+    route: Route,
+    is_sparse: list[bool],
+    *,
+    is_interleaved: bool,
+    router_bias: str | None = None,
+    has_mlp_bias: bool = False,
 ) -> Architecture:
-    _require(config, "moe_layer_freq", 1)
     _require(config, "num_key_value_heads", config.num_attention_heads)
     if kv_is_quantized(config):
         raise ConfigError(f"quantize = fp8-kv is not supported for {config.model_type}: latents are not quantized")
@@ -164,7 +189,7 @@ def _describe(
             inner_size=config.moe_intermediate_size,
             route=route,
             router_bias=router_bias,
-            is_sparse=[layer >= config.first_k_dense_replace for layer in range(config.num_hidden_layers)],
+            is_sparse=is_sparse,
             shared="shared_experts",
             shared_size=config.moe_intermediate_size * (config.n_shared_experts or 0),
         ),
