@@ -152,6 +152,7 @@ class StepResult:
     prompt_alternatives: Mapping[int, list[Alternatives]] = field(default_factory=dict)
     """Maps indices in `prompt_logprobs` to one entry per log probability, for sequences that request alternatives."""
     loaded: list[int] = field(default_factory=list)  # adapter indices whose load has finished
+    expert_imbalance: float | None = None  # see `ExpertBalance`; None if it was not measured in this step
     pooled: Sequence[Pooled] = ()  # one result for each sequence with `samples`, if the model does not generate text
 
 

@@ -333,6 +333,7 @@ class EngineStatus(SchedulerCounters, AdapterCounters):
     adapters_preparing: int
     adapters_on_host: int
     adapters_on_device: int
+    expert_imbalance: float = 0.0  # tokens of the most used expert / mean over experts; 0 if not measured
     idle_s: float = 0.0  # total idle time of the engine process
 
 

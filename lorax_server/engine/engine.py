@@ -91,6 +91,7 @@ class Engine:
         self._resolver = resolver
         self._structured_output = structured_output
         self._resolved: deque[AdapterSpec] = deque()  # adapters to add to the table; any thread may append
+        self._expert_imbalance = 0.0
         self._loads: dict[str, list[Future[None]]] = {}  # pending loads by adapter identity
         executor.on_event(self.wake.set)
         if structured_output is not None:
@@ -225,6 +226,8 @@ class Engine:
 
     def _collect(self) -> list[Output]:
         result = self._executor.collect()
+        if result.expert_imbalance is not None:
+            self._expert_imbalance = result.expert_imbalance
         chosen = self._scheduler.in_flight[0].list_grammar_tokens(result)
         if chosen and self._structured_output is not None:  # before `update`, to compute the next masks in parallel
             self._structured_output.advance(chosen)
@@ -244,6 +247,7 @@ class Engine:
             adapters_preparing=self._table.num_preparing,
             adapters_on_host=self._table.num_on_host,
             adapters_on_device=self._table.num_on_device,
+            expert_imbalance=self._expert_imbalance,
             **vars(self._scheduler.counters),
             **vars(self._table.counters),
         )

@@ -65,6 +65,19 @@ def route_sigmoid(
     return Routing(experts, weights * scale)
 
 
+class ExpertCounter:
+    """Counts the tokens of each expert in a layer, without synchronizing with the device."""
+
+    def __init__(self, num_experts: int, device: torch.device) -> None:
+        self.counts = torch.zeros(num_experts, dtype=torch.int64, device=device)
+        self.num_choices = 0  # sum of the counts
+
+    def add(self, routing: Routing) -> None:
+        chosen = routing.experts.flatten()
+        self.counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+        self.num_choices += len(chosen)
+
+
 # (weights, prefix, num_experts, hidden, inner) -> the matrices of one expert after the other
 ExpertLoader = Callable[[Weights, str, int, Shard, Shard], Iterator[ExpertMatrices]]
 

@@ -18,6 +18,7 @@ from lorax_server.files.names import MODEL_CONFIG_FILE
 from lorax_server.kernels import select_ops
 from lorax_server.kernels.device import is_host, make_stream, use_stream
 from lorax_server.layers.targets import collect_adapter_targets
+from lorax_server.models.custom_modeling.flash_llama_modeling import SparseMLP
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.models.registry import get_model, load_config
 from lorax_server.phases import Phases
@@ -37,6 +38,7 @@ from lorax_server.plan import (
 from lorax_server.pooling import PoolingConfig, read_pooling
 from lorax_server.worker.adapter_memory import AdapterMemory
 from lorax_server.worker.copier import Copier, CopyStream
+from lorax_server.worker.expert_balance import ExpertBalance
 from lorax_server.worker.graphs import STEP_PRIORITY, GraphSizes, graph_sizes
 from lorax_server.worker.memory import (
     adapter_bytes,
@@ -85,6 +87,7 @@ class Worker:
         memory: AdapterMemory | None = None,
         preparer: Preparer | None = None,
         *,
+        balance: ExpertBalance | None = None,
         can_retry: bool = False,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
@@ -98,6 +101,7 @@ class Worker:
         self.preparer = preparer
         self._runner = runner
         self._memory = memory
+        self._balance = balance
         self._loading: list[int] = []  # adapter indices that are not reported as loaded yet
         self._tickets: deque[Any] = deque()
 
@@ -161,6 +165,9 @@ class Worker:
         result = self._runner.collect(self._tickets.popleft())
         if preparer is not None and self._tickets:
             preparer.pause()
+        if self._balance is not None:
+            with use_stream(self._stream):
+                result = replace(result, expert_imbalance=self._balance.measure())
         loaded = self.pop_loaded()
         return replace(result, loaded=loaded) if loaded else result
 
@@ -325,7 +332,9 @@ def _build_paged(
     preparer = None if memory is None else _make_preparer(model, group)
     report_memory(model, config, memory, num_blocks, step_memory)
     stream = make_stream(device, STEP_PRIORITY)
-    return Worker(capabilities, runner, memory, preparer, can_retry=group.size() == 1, stream=stream)
+    counters = [module.counter for module in model.modules() if isinstance(module, SparseMLP)]
+    balance = ExpertBalance(counters) if counters else None
+    return Worker(capabilities, runner, memory, preparer, balance=balance, can_retry=group.size() == 1, stream=stream)
 
 
 def _make_preparer(model: PagedCausalLM, group: ProcessGroup) -> Preparer:

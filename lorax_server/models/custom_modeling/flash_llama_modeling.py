@@ -24,7 +24,7 @@ from lorax_server.kernels import CosSin
 from lorax_server.layers.activation import SIGMOID
 from lorax_server.layers.attention import PagedContext
 from lorax_server.layers.linear import TensorParallelAdapterRowLinear, TensorParallelMultiAdapterLinear
-from lorax_server.layers.moe import Experts
+from lorax_server.layers.moe import ExpertCounter, Experts
 from lorax_server.layers.norm import RMSNorm as LlamaRMSNorm  # noqa: F401 - a name of the seed contract
 from lorax_server.layers.rotary import load_rotary, partial_rotary_dim
 from lorax_server.layers.targets import collect_adapter_targets
@@ -185,6 +185,7 @@ class SparseMLP(nn.Module):
         self.experts = Experts(
             weights, f"{module}.experts", counts, size, inner, activation, mixture.matrices, mixture.load
         )
+        self.counter = ExpertCounter(mixture.num_experts, weights.device)
         self.shared: LlamaMLP | None = None
         self.shared_gate: TensorParallelMultiAdapterLinear | None = None
         if mixture.shared is not None and mixture.shared_size:
@@ -197,7 +198,10 @@ class SparseMLP(nn.Module):
                 )
 
     def forward(self, x: torch.Tensor, ctx: PagedContext) -> torch.Tensor:
-        out: torch.Tensor = self.experts(x, self.route(self.router(x, ctx.adapter_data)), ctx.adapter_data)
+        routing = self.route(self.router(x, ctx.adapter_data))
+        if not ctx.in_graph:  # graphs have padding tokens, and CPU graphs cannot update tensors
+            self.counter.add(routing)
+        out: torch.Tensor = self.experts(x, routing, ctx.adapter_data)
         if self.shared is None:
             return out
         shared: torch.Tensor = self.shared(x, ctx)

@@ -336,6 +336,9 @@ ENGINE_GAUGES = (
     StatusMetric("lorax_queue_length", "Waiting requests", "waiting"),
     StatusMetric("lorax_batch_current_size", "Running requests", "running"),
     StatusMetric("lorax_waiting_for_adapters", "Requests waiting for their adapter", "waiting_for_adapters"),
+    StatusMetric(
+        "lorax_expert_imbalance", "Tokens of the most used expert divided by the mean over experts", "expert_imbalance"
+    ),
     StatusMetric("lorax_kv_blocks", "KV blocks", "num_blocks"),
     StatusMetric("lorax_kv_blocks_free", "KV blocks not used by any request", "free_blocks"),
     StatusMetric(
