@@ -11,6 +11,7 @@ from typing import Any
 
 from lorax_server.errors import ConfigError, UnsupportedModelError
 from lorax_server.files.names import CONFIG_FILE, MODEL_CONFIG_FILE
+from lorax_server.quantization_config import read_quantization_config
 
 # `model_type` in `config.json` -> file and class in `models/custom_modeling/`.
 MODEL_CLASSES = {
@@ -127,16 +128,8 @@ def _find_problem(
     classes = classes or []
     if not isinstance(model_type, str) or not isinstance(classes, list) or not all(isinstance(c, str) for c in classes):
         return "config.json must contain a `model_type` and a list of `architectures`"
-    if (
-        stored
-        and not is_mxfp4(model_type, stored)
-        and (is_paged(config) or not isinstance(stored, dict) or not stored.get("load_in_8bit"))
-    ):
-        method = stored.get("quant_method") if isinstance(stored, dict) else stored
-        return (
-            f"the weights are quantized ({method}), which is not supported; use the model with 16-bit weights and "
-            "--quantize, or a GGUF file"
-        )
+    if problem := _find_quantization_problem(config, model_type, stored):
+        return problem
     if not generates(config):
         return None
     if not _generates_text(config, model_type, classes):
@@ -145,6 +138,21 @@ def _find_problem(
         similar = _describe_similar_types(model_type)
         return f"the model type {model_type!r} is served without adapters, but adapters are configured{similar}"
     return None
+
+
+def _find_quantization_problem(config: Mapping[str, Any], model_type: str, stored: Any) -> str | None:
+    if is_mxfp4(model_type, stored):
+        return None
+    try:
+        quantization = read_quantization_config(stored)
+    except ConfigError as error:
+        return f"{error}; use the model with 16-bit weights, or a GGUF file"
+    if quantization is None or is_paged(config) or stored.get("load_in_8bit"):
+        return None
+    return (
+        f"quantized weights ({quantization.method}) are not supported for the model type {model_type!r}; "
+        "use the model with 16-bit weights"
+    )
 
 
 def _generates_text(config: Mapping[str, Any], model_type: str, classes: list[str]) -> bool:

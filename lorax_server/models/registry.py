@@ -20,6 +20,7 @@ from lorax_server.models.config_cache import read_config
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.models.pooled_model import PooledModel, load_pooled_model
 from lorax_server.pooling import PoolingConfig
+from lorax_server.quantization_config import QuantizationConfig, read_quantization_config
 from lorax_server.weights import LoadProgress, Weights, estimate_bytes, open_weights
 
 logger = logging.getLogger(__name__)
@@ -75,13 +76,15 @@ def load_model(
     ops, process_group = ops or select_ops(device), process_group or FakeGroup()
     dtype = _choose_dtype(settings, config, ops)
     bits = settings.weight_bits
-    needed_bytes = estimate_bytes(settings.path, dtype, device, bits) // process_group.size()
+    quantization = find_quantization(config)
+    needed_bytes = estimate_bytes(settings.path, dtype, device, bits, quantization) // process_group.size()
     free = needed_bytes if is_host(device) else _get_free_bytes(device)
     if needed_bytes > free:
         raise _weights_memory_error(device, needed_bytes, free)
     try:
         with open_weights(
             settings.path,
+            quantization,
             device=device,
             dtype=dtype,
             process_group=process_group,
@@ -157,21 +160,27 @@ def _check_config(config: Any) -> None:
         value = getattr(config, field, 0.0)
         if not (isinstance(value, int | float) and 0 <= value < 1):
             raise ConfigError(f"config field {field} must be at least 0 and less than 1 (got {value!r})")
+    find_quantization(config)
+
+
+def find_quantization(config: Any) -> QuantizationConfig | None:
+    """Return how a checkpoint is quantized, or None. gpt-oss models read their MXFP4 tensors without it."""
     stored = getattr(config, "quantization_config", None)
-    if stored and not is_mxfp4(config.model_type, stored):
-        raise ConfigError("config field quantization_config is not supported: the checkpoint must not be quantized")
+    return None if is_mxfp4(config.model_type, stored) else read_quantization_config(stored)
 
 
 def _choose_dtype(settings: ModelConfig, config: Any, ops: Ops) -> torch.dtype:
     """Return the model's dtype, and log the reason for this choice."""
     stored = str(getattr(config, "dtype", None) or torch.float16).removeprefix("torch.")
-    is_quantized = settings.weight_bits is not None or (settings.path / GGUF_FILE_LIST).is_file()
+    quantization = find_quantization(config)
+    has_integers = quantization is not None and quantization.has_integers
+    is_quantized = has_integers or settings.weight_bits is not None or (settings.path / GGUF_FILE_LIST).is_file()
     if settings.dtype is not None:
         name, reason = settings.dtype, "requested"
     elif settings.device != "cpu":
         name, reason = stored, "checkpoint dtype"
     elif is_quantized:
-        name, reason = "float32", "default for GGUF files and quantized weights"
+        name, reason = "float32", "default for GGUF files and integer weights"
     elif stored == "bfloat16" and ops.has_fast_bfloat16:
         name, reason = stored, "checkpoint dtype, fast on this CPU (AMX); use --dtype float32 for exact results"
     else:

@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NotRequired, Self, TypedDict, Unpack
 from zipfile import is_zipfile
@@ -21,9 +22,11 @@ from lorax_server.gguf.container import read_gguf
 from lorax_server.gguf.model_folder import read_file_list
 from lorax_server.kernels import BlockMatrix, Ops, QuantizedMatrix, quantize_blocks
 from lorax_server.kernels.device import is_host
+from lorax_server.quantization_config import QuantizationConfig
 from lorax_server.weights.gguf import GGUFTensor
 from lorax_server.weights.progress import LoadProgress
-from lorax_server.weights.reader import WeightsReader
+from lorax_server.weights.quantized import QuantizedTensor, group_tensors
+from lorax_server.weights.reader import STORED_DTYPES, WeightsReader
 
 # Checkpoints saved from the inner model (without LM head) lack these tensor name prefixes.
 OPTIONAL_PREFIXES = (
@@ -69,7 +72,7 @@ class Weights:
 
     def __init__(
         self,
-        tensors: Mapping[str, "torch.Tensor | StoredTensor | TensorRows | GGUFTensor"],
+        tensors: Mapping[str, "torch.Tensor | StoredTensor | TensorRows | GGUFTensor | QuantizedTensor"],
         *,
         source: str = "tensors in memory",  # shown in error messages for missing tensors
         reader: WeightsReader | None = None,  # closed when the context exits
@@ -85,7 +88,7 @@ class Weights:
         self._progress = placement.get("progress")
         self._quantize_bits = placement.get("quantize_bits")
         self._used: set[str] = set()  # names of the tensors that modules requested
-        self._quantized_bytes: Counter[str] = Counter()  # size of the quantized matrices by format
+        self._quantized_bytes: Counter[str] = Counter()  # bytes of matrices by format in memory and in the checkpoint
 
     def __enter__(self) -> Self:
         return self
@@ -98,13 +101,13 @@ class Weights:
         stored = self._tensors[name]
         if self._reader is None or not isinstance(stored, StoredTensor):
             return stored[index]
-        return self._reader.read(stored.path, stored.name, stored.shape, index)
+        return stored.read(self._reader, index)
 
     def location(self, name: str) -> str:
         """Return the path of the file that contains a tensor, for error messages."""
         stored = self._tensors.get(name)
         stored = stored.stored if isinstance(stored, TensorRows) else stored
-        return str(stored.path) if isinstance(stored, StoredTensor | GGUFTensor) else self._source
+        return str(stored.path) if isinstance(stored, StoredTensor | GGUFTensor | QuantizedTensor) else self._source
 
     def has(self, name: str) -> bool:
         return any(candidate in self._tensors for candidate in _candidate_names(name))
@@ -145,7 +148,7 @@ class Weights:
         name = self._resolve(name)
         stored, bits = self._tensors[name], self._quantize_bits
         matrix: torch.Tensor | BlockMatrix
-        if isinstance(stored, GGUFTensor):
+        if isinstance(stored, GGUFTensor | QuantizedTensor):
             self._check_shape(name, (outputs.full, inputs.full))
             matrix = _shard_matrix(name, stored.read_matrix(outputs.ranges, self.dtype), outputs, inputs)
         else:
@@ -153,8 +156,8 @@ class Weights:
             dim, shard = (0, outputs) if inputs.is_whole else (1, inputs)
             matrix = self._load_sharded(name, 1 - dim if fan_in_fan_out else dim, shard, shape)
             matrix = matrix.t() if fan_in_fan_out else matrix
-        if isinstance(matrix, BlockMatrix):
-            assert isinstance(stored, GGUFTensor)
+        if isinstance(matrix, BlockMatrix) or isinstance(stored, QuantizedTensor):
+            assert isinstance(stored, GGUFTensor | QuantizedTensor)
             if bits is not None:
                 raise ConfigError(
                     f"quantize = int{bits} is not supported: tensor {name!r} is stored as {stored.format}"
@@ -181,8 +184,8 @@ class Weights:
 
     @property
     def quantized_format(self) -> str:
-        """Return the formats of the quantized matrices, starting with the format that uses the most bytes, or an empty
-        string if no matrix is quantized.
+        """Return the formats of the matrices that are quantized in memory or in the checkpoint, starting with the
+        format that uses the most bytes, or an empty string.
         """
         return ", ".join(name for name, _ in self._quantized_bytes.most_common())
 
@@ -229,10 +232,14 @@ class Weights:
         bits = max(self._quantize_bits, min_bits)
         return self._place_matrix(self._quantize(matrix, bits), f"int{bits}")
 
-    def _place_matrix(self, matrix: BlockMatrix, label: str) -> torch.Tensor | QuantizedMatrix:
-        """Return a matrix for the model's device. GPUs have no kernels for quantized matrices."""
-        if not is_host(self.device):
-            return self.convert(matrix.read())
+    def _place_matrix(self, matrix: torch.Tensor | BlockMatrix, label: str) -> torch.Tensor | QuantizedMatrix:
+        """Return a matrix for the model's device. GPUs have no kernels for quantized matrices, and CPUs have kernels
+        only for integers.
+        """
+        if isinstance(matrix, torch.Tensor) or not is_host(self.device):
+            weight = self.convert(matrix if isinstance(matrix, torch.Tensor) else matrix.read())
+            self._quantized_bytes[f"{str(self.dtype).removeprefix('torch.')} from {label}"] += weight.nbytes
+            return weight
         num_bytes = sum(tensor.nbytes for tensor in matrix.tensors)
         self._quantized_bytes[label] += num_bytes
         if self._progress is not None:
@@ -282,6 +289,15 @@ class StoredTensor:
     def shape(self) -> tuple[int, ...]:
         return tuple(self._slice().get_shape())
 
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Return the stored dtype, or None for dtypes that torch does not have."""
+        return STORED_DTYPES.get(self._slice().get_dtype())
+
+    def read(self, reader: WeightsReader, index: tuple[slice, ...]) -> torch.Tensor:
+        """Read the selected elements to the reader's device."""
+        return reader.read(self.path, self.name, self.shape, index)
+
     def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
         # safetensors rejects an empty index for scalars and does not support an ellipsis.
         if not self.shape:
@@ -313,8 +329,13 @@ class TensorRows:
         return self.stored[slice(self.start + start, self.start + stop), *others]
 
 
-def open_weights(folder: Path, **placement: Unpack[Placement]) -> Weights:
-    """Return the weights in a model folder, from GGUF files, safetensors files or, as a fallback, PyTorch files."""
+def open_weights(
+    folder: Path, quantization: QuantizationConfig | None = None, **placement: Unpack[Placement]
+) -> Weights:
+    """Return the weights in a model folder, from GGUF files, safetensors files or, as a fallback, PyTorch files.
+
+    `quantization` describes the quantized matrices in safetensors and PyTorch files.
+    """
     checkpoint = find_checkpoint(folder)
     if checkpoint.name == GGUF_FILE_LIST:
         return Weights(_open_gguf(folder), source=str(checkpoint), **placement)
@@ -327,7 +348,15 @@ def open_weights(folder: Path, **placement: Unpack[Placement]) -> Weights:
         reader = WeightsReader(placement["device"]) if placement["device"].type == "cuda" else None
     else:
         tensors = _load_pickles(sorted(set(paths.values())) if is_index else [checkpoint])
+    if quantization is not None:
+        grouped = group_tensors(tensors, quantization, partial(_read_part, reader))
+        return Weights(grouped, source=str(checkpoint), reader=reader, **placement)
     return Weights(_rename_nomic_bert(tensors), source=str(checkpoint), reader=reader, **placement)
+
+
+def _read_part(reader: WeightsReader | None, stored: torch.Tensor | StoredTensor) -> torch.Tensor:
+    """Read a whole tensor in its stored dtype."""
+    return stored[()] if reader is None or isinstance(stored, torch.Tensor) else stored.read(reader, ())
 
 
 def _rename_nomic_bert(
@@ -368,28 +397,37 @@ def open_tensors(paths: Mapping[str, Path]) -> dict[str, StoredTensor]:
     return tensors
 
 
-def estimate_bytes(folder: Path, dtype: torch.dtype, device: torch.device, bits: int | None = None) -> int:
+def estimate_bytes(
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    bits: int | None = None,
+    quantization: QuantizationConfig | None = None,
+) -> int:
     """Return the total size of all weights in bytes, on a device. For PyTorch files, return a lower bound.
 
-    `bits` is the number of bits that matrices are quantized to.
+    `bits` is the number of bits that matrices are quantized to, and `quantization` the format of a quantized
+    checkpoint.
     """
     checkpoint = find_checkpoint(folder)
     if checkpoint.name == GGUF_FILE_LIST:
         if is_host(device):
             return sum(path.stat().st_size for path in read_file_list(folder))
         return sum(math.prod(tensor.shape) for tensor in _open_gguf(folder).values()) * dtype.itemsize
-    count = _estimate_num_parameters(checkpoint)
-    return count * dtype.itemsize if bits is None else count * bits // 8
-
-
-def _estimate_num_parameters(checkpoint: Path) -> int:
-    paths = set(read_index(checkpoint).values()) if checkpoint.suffix == ".json" else {checkpoint}
+    paths = read_index(checkpoint) if checkpoint.suffix == ".json" else {}
     if "safetensors" not in checkpoint.name:
-        return sum(path.stat().st_size for path in paths) // torch.float32.itemsize
-    count = 0
-    for file in map(_open_safetensors, sorted(paths)):
-        count += sum(math.prod(file.get_slice(name).get_shape()) for name in list(file.keys()))
-    return count
+        num_bytes = sum(path.stat().st_size for path in set(paths.values()) or {checkpoint})
+        return num_bytes if quantization else num_bytes // torch.float32.itemsize * dtype.itemsize
+    tensors: Mapping[str, StoredTensor | QuantizedTensor]
+    tensors = open_tensors(paths or dict.fromkeys(_open_safetensors(checkpoint).keys(), checkpoint))
+    if quantization is not None:
+        tensors = group_tensors(tensors, quantization, partial(_read_part, None))
+    weight_bytes = dtype.itemsize if bits is None else bits / 8
+    total = 0.0
+    for stored in tensors.values():
+        in_blocks = stored.bytes_per_weight if isinstance(stored, QuantizedTensor) and is_host(device) else None
+        total += math.prod(stored.shape) * (in_blocks or weight_bytes)
+    return int(total)
 
 
 def _candidate_names(name: str) -> tuple[str, ...]:

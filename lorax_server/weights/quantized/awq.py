@@ -1,0 +1,58 @@
+"""AWQ (version `gemm`): 4-bit integers in groups of inputs with scales and zero points, packed along the outputs."""
+
+from collections.abc import Mapping
+
+import torch
+
+from lorax_server.kernels import BlockMatrix
+from lorax_server.weights.quantized.tensor import (
+    QuantizedTensor,
+    count_bytes_per_weight,
+    make_integer_matrix,
+    to_signed,
+    unpack_words,
+)
+
+VALUES_PER_WORD = 8
+# The position in a word of each of 8 consecutive outputs.
+POSITIONS = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+class AWQTensor(QuantizedTensor):
+    """A weight is `(value - zero) * scale`.
+
+    `qweight` is int32 `[inputs, outputs / 8]`, `qzeros` is int32 `[groups, outputs / 8]`, and `scales` is `[groups,
+    outputs]`.
+    """
+
+    main_part = "qweight"
+    other_parts = ("qzeros", "scales")
+    format = "awq-int4"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        inputs, words = self.parts["qweight"].shape
+        return int(words) * VALUES_PER_WORD, int(inputs)
+
+    @property
+    def bytes_per_weight(self) -> float:
+        return count_bytes_per_weight(4, torch.float16, has_zeros=True)
+
+    def check_parts(self, parts: Mapping[str, torch.Tensor]) -> None:
+        self.require_part("scales")
+        (outputs, inputs), num_groups = self.shape, len(parts["scales"])
+        self.check_part(parts, "qweight", (inputs, outputs // VALUES_PER_WORD), [torch.int32])
+        self.check_scales(parts, "scales", (num_groups, outputs))
+        if "qzeros" in parts:
+            self.check_part(parts, "qzeros", (num_groups, outputs // VALUES_PER_WORD), [torch.int32])
+
+    def decode(self, parts: Mapping[str, torch.Tensor], rows: slice, dtype: torch.dtype) -> torch.Tensor | BlockMatrix:
+        words = slice(rows.start // VALUES_PER_WORD, -(-rows.stop // VALUES_PER_WORD))
+        wanted = slice(rows.start - words.start * VALUES_PER_WORD, rows.stop - words.start * VALUES_PER_WORD)
+        values = to_signed(_unpack(parts["qweight"][:, words])[:, wanted].t().contiguous(), 4)
+        zeros = to_signed(_unpack(parts["qzeros"][:, words])[:, wanted].t(), 4) if "qzeros" in parts else None
+        return make_integer_matrix(values, parts["scales"][:, rows].t().contiguous(), zeros, 4, dtype)
+
+
+def _unpack(words: torch.Tensor) -> torch.Tensor:
+    return unpack_words(words, 4).unflatten(1, (-1, VALUES_PER_WORD))[:, :, POSITIONS].flatten(1)

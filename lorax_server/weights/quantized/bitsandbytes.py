@@ -1,0 +1,143 @@
+"""bitsandbytes: 4-bit table indices (nf4, fp4) with one scale per block, and 8-bit integers with one scale per row."""
+
+import json
+import math
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from lorax_server.errors import WeightsError
+from lorax_server.kernels import BlockMatrix
+from lorax_server.weights.quantized.tensor import (
+    QuantizedTensor,
+    StoredPart,
+    count_bytes_per_weight,
+    make_integer_matrix,
+)
+
+STATE_PARTS = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
+MAX_STATE_BYTES = 10_000  # of the JSON object with the quantization state; real ones have about 200 bytes
+INT8_RANGE = 127
+NUM_LEVELS = 16
+
+
+class Packed4BitTensor(QuantizedTensor):
+    """A weight is `quant_map[index] * absmax`, with one `absmax` per block of the flattened matrix.
+
+    `weight` is uint8 `[n, 1]` with two indices per byte, the higher four bits first. With double quantization, `absmax`
+    contains indices into `nested_quant_map`, with one `nested_absmax` per block and one offset for all.
+    """
+
+    main_part = "weight"
+    other_parts = ("weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map")
+    ignored_parts = STATE_PARTS
+
+    @classmethod
+    def is_main_part(cls, name: str, tensors: Mapping[str, StoredPart]) -> bool:
+        prefix = name.removesuffix(cls.main_part)
+        return name.endswith(".weight") and any(f"{prefix}{state}" in tensors for state in STATE_PARTS)
+
+    @cached_property
+    def _state(self) -> Mapping[str, Any]:
+        stored = self.parts[self._state_name]
+        try:
+            if math.prod(stored.shape) > MAX_STATE_BYTES:
+                raise ValueError(f"it has {math.prod(stored.shape)} bytes")
+            state = json.loads(bytes(self.read(stored).to(torch.uint8).flatten().tolist()))
+            outputs, inputs = (int(size) for size in state["shape"])
+            if min(outputs, inputs, int(state["blocksize"])) < 1:
+                raise ValueError("shape and blocksize must be positive")
+            state = dict(state) | {"shape": (outputs, inputs)}
+            if "weight.nested_absmax" in self.parts:
+                state["nested_offset"] = float(state["nested_offset"])
+                state["nested_blocksize"] = int(state["nested_blocksize"])
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise WeightsError(
+                f"{self.path}: tensor {self.prefix + self._state_name!r} cannot be read: {error}"
+            ) from error
+        return state
+
+    @property
+    def _state_name(self) -> str:
+        return next(name for name in STATE_PARTS if name in self.parts)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        shape: tuple[int, int] = self._state["shape"]
+        return shape
+
+    @property
+    def format(self) -> str:
+        return "bitsandbytes-" + self._state_name.rpartition("_")[2]
+
+    def check_parts(self, parts: Mapping[str, torch.Tensor]) -> None:
+        for name in ("weight.absmax", "weight.quant_map"):
+            self.require_part(name)
+        count, block = math.prod(self.shape), int(self._state["blocksize"])
+        num_blocks, is_nested = -(-count // block), "weight.nested_absmax" in parts
+        self.check_part(parts, "weight", (-(-count // 2), 1), [torch.uint8])
+        self.check_scales(parts, "weight.quant_map", (NUM_LEVELS,))
+        if not is_nested:
+            self.check_scales(parts, "weight.absmax", (num_blocks,))
+            return
+        self.require_part("weight.nested_quant_map")
+        self.check_part(parts, "weight.absmax", (num_blocks,), [torch.uint8])
+        self.check_scales(parts, "weight.nested_quant_map", (256,))
+        self.check_scales(parts, "weight.nested_absmax", (-(-num_blocks // self._state["nested_blocksize"]),))
+
+    def decode(self, parts: Mapping[str, torch.Tensor], rows: slice, dtype: torch.dtype) -> torch.Tensor:
+        inputs = self.shape[1]
+        start, stop = rows.start * inputs, rows.stop * inputs
+        packed = parts["weight"].flatten()[start // 2 : -(-stop // 2)]
+        indices = torch.stack([packed >> 4, packed & 15], dim=1).flatten()[start % 2 :][: stop - start]
+        blocks = torch.arange(start, stop, device=packed.device) // int(self._state["blocksize"])
+        weights = parts["weight.quant_map"].float()[indices.int()] * self._read_scales(parts)[blocks]
+        return weights.view(-1, inputs).to(dtype)
+
+    def _read_scales(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return one scale per block in float32."""
+        stored = parts["weight.absmax"]
+        if "weight.nested_absmax" not in parts:
+            return stored.float()
+        blocks = torch.arange(len(stored), device=stored.device) // self._state["nested_blocksize"]
+        factors = parts["weight.nested_absmax"].float()[blocks]
+        nested: torch.Tensor = parts["weight.nested_quant_map"].float()[stored.int()] * factors
+        return nested + self._state["nested_offset"]
+
+
+class Int8Tensor(QuantizedTensor):
+    """A weight is `value * SCB / 127`, with one `SCB` per row."""
+
+    main_part = "weight"
+    other_parts = ("SCB",)
+    ignored_parts = ("weight_format",)
+    format = "bitsandbytes-int8"
+
+    @classmethod
+    def is_main_part(cls, name: str, tensors: Mapping[str, StoredPart]) -> bool:
+        return name.endswith(".weight") and f"{name.removesuffix(cls.main_part)}SCB" in tensors
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        outputs, inputs = self.parts["weight"].shape
+        return int(outputs), int(inputs)
+
+    @property
+    def bytes_per_weight(self) -> float:
+        return count_bytes_per_weight(8, torch.float32, has_zeros=False)
+
+    def check_parts(self, parts: Mapping[str, torch.Tensor]) -> None:
+        self.check_part(parts, "weight", self.shape, [torch.int8])
+        self.check_scales(parts, "SCB", self.shape[:1])
+        layout = self.parts.get("weight_format")
+        if layout is not None and int(self.read(layout)) != 0:
+            raise WeightsError(
+                f"{self.path}: tensor '{self.prefix}weight' has a layout for one kind of GPU; "
+                "save the model again with a newer version of bitsandbytes"
+            )
+
+    def decode(self, parts: Mapping[str, torch.Tensor], rows: slice, dtype: torch.dtype) -> torch.Tensor | BlockMatrix:
+        scales = parts["SCB"][rows].float()[:, None] / INT8_RANGE
+        return make_integer_matrix(parts["weight"][rows], scales, None, 8, dtype)

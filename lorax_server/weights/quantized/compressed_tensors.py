@@ -1,0 +1,95 @@
+"""compressed-tensors `pack-quantized`: 4-bit or 8-bit integers with scales, packed along the inputs.
+
+`scaled.py` reads the other formats of compressed-tensors.
+"""
+
+from collections.abc import Mapping
+from functools import cached_property
+
+import torch
+
+from lorax_server.errors import WeightsError
+from lorax_server.kernels import BlockMatrix
+from lorax_server.weights.quantized.tensor import (
+    INDEX_DTYPES,
+    QuantizedTensor,
+    count_bytes_per_weight,
+    dequantize_groups,
+    make_integer_matrix,
+    to_signed,
+    unpack_words,
+)
+
+WORD_BITS = 32
+
+
+class PackedTensor(QuantizedTensor):
+    """A weight is `(value - zero) * scale`, with one scale per group of inputs, per row or per matrix.
+
+    `weight_packed` is int32 `[outputs, ceil(inputs * bits / 32)]`, `weight_shape` contains outputs and inputs,
+    `weight_scale` is `[outputs, groups]` or has one element, and `weight_zero_point` is packed along the outputs.
+    `weight_g_idx` assigns inputs to groups.
+    """
+
+    main_part = "weight_packed"
+    other_parts = ("weight_scale", "weight_zero_point", "weight_g_idx")
+    ignored_parts = ("weight_shape", "input_scale", "input_zero_point", "input_global_scale", "output_scale")
+
+    @cached_property
+    def shape(self) -> tuple[int, int]:  # type: ignore[override]
+        sizes = self.read(self.require_part("weight_shape")).flatten().tolist()
+        if len(sizes) != 2 or min(sizes) < 1:
+            raise WeightsError(f"{self.path}: tensor '{self.prefix}weight_shape' must contain two positive numbers")
+        return int(sizes[0]), int(sizes[1])
+
+    @cached_property
+    def bits(self) -> int:
+        words, inputs = self.parts["weight_packed"].shape[1], self.shape[1]
+        matching = [bits for bits in self.config.bits or (4, 8) if -(-inputs * bits // WORD_BITS) == words]
+        if len(matching) != 1:
+            raise WeightsError(
+                f"{self.path}: tensor '{self.prefix}weight_packed' has {words} words per row, which does not fit "
+                f"{inputs} inputs"
+            )
+        return matching[0]
+
+    @property
+    def format(self) -> str:
+        return f"compressed-tensors-int{self.bits}"
+
+    @property
+    def bytes_per_weight(self) -> float:
+        return count_bytes_per_weight(self.bits, torch.float32, has_zeros="weight_zero_point" in self.parts)
+
+    def check_parts(self, parts: Mapping[str, torch.Tensor]) -> None:
+        self.require_part("weight_scale")
+        (outputs, inputs), scales = self.shape, parts["weight_scale"]
+        self.check_part(parts, "weight_packed", (outputs, -(-inputs * self.bits // WORD_BITS)), [torch.int32])
+        num_groups = 1 if scales.dim() < 2 else scales.shape[1]
+        self.check_scales(parts, "weight_scale", scales.shape if scales.numel() == 1 else (outputs, num_groups))
+        if "weight_zero_point" in parts:
+            shape = (-(-outputs * self.bits // WORD_BITS), num_groups)
+            self.check_part(parts, "weight_zero_point", shape, [torch.int32])
+        if "weight_g_idx" in parts:
+            self.check_part(parts, "weight_g_idx", (inputs,), INDEX_DTYPES)
+            if int(parts["weight_g_idx"].max()) >= num_groups:
+                raise WeightsError(
+                    f"{self.path}: tensor '{self.prefix}weight_g_idx' must contain numbers below {num_groups}"
+                )
+
+    def decode(self, parts: Mapping[str, torch.Tensor], rows: slice, dtype: torch.dtype) -> torch.Tensor | BlockMatrix:
+        (outputs, inputs), bits = self.shape, self.bits
+        values = to_signed(unpack_words(parts["weight_packed"][rows], bits)[:, :inputs], bits)
+        scales = expand_scales(parts["weight_scale"], outputs)[rows]
+        zeros = None
+        if "weight_zero_point" in parts:
+            zeros = to_signed(unpack_words(parts["weight_zero_point"].t(), bits).t()[rows], bits)
+        groups = parts.get("weight_g_idx")
+        if groups is None or int(groups.min()) < 0:  # -1 means that the groups are consecutive
+            return make_integer_matrix(values, scales, zeros, bits, dtype)
+        return dequantize_groups(values, scales, zeros, groups).to(dtype)
+
+
+def expand_scales(scales: torch.Tensor, outputs: int) -> torch.Tensor:
+    """Return scales or zero points as `[outputs, groups]`, from one per matrix, per row, or per group of inputs."""
+    return scales.reshape(1, 1).expand(outputs, 1) if scales.numel() == 1 else scales.view(outputs, -1)

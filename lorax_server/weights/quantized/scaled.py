@@ -1,0 +1,93 @@
+"""Matrices that are stored as 8-bit floats or 8-bit integers, one value per weight, with scales.
+
+These are the formats `fp8` and `fbgemm_fp8`, and `float-quantized` and `int-quantized` of compressed-tensors. Scales
+for activations are ignored, because the server does not round activations.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from lorax_server.errors import WeightsError
+from lorax_server.kernels import BlockMatrix
+from lorax_server.weights.quantized.compressed_tensors import expand_scales
+from lorax_server.weights.quantized.tensor import (
+    QuantizedTensor,
+    StoredPart,
+    count_bytes_per_weight,
+    make_integer_matrix,
+)
+
+SCALE_NAMES = ("weight_scale", "weight_scale_inv")  # multiplied with the values in both cases
+FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class ScaledTensor(QuantizedTensor):
+    """A weight is `value * scale` for floats, and `(value - zero) * scale` for integers.
+
+    There is one scale per matrix, per row, per group of inputs, or per block of outputs and inputs.
+    """
+
+    main_part = "weight"
+    other_parts = (*SCALE_NAMES, "weight_zero_point")
+    ignored_parts = ("input_scale", "input_zero_point", "input_scale_ub", "activation_scale", "output_scale")
+
+    @classmethod
+    def is_main_part(cls, name: str, tensors: Mapping[str, StoredPart]) -> bool:
+        prefix = name.removesuffix(cls.main_part)
+        return name.endswith(".weight") and any(f"{prefix}{scale}" in tensors for scale in SCALE_NAMES)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        outputs, inputs = self.parts["weight"].shape
+        return int(outputs), int(inputs)
+
+    @property
+    def format(self) -> str:
+        kind = "int8" if self._has_integers else "fp8"
+        return kind if self.config.method == "fp8" else f"{self.config.method}-{kind}"
+
+    @property
+    def bytes_per_weight(self) -> float | None:
+        if not self._has_integers:
+            return None
+        return count_bytes_per_weight(8, torch.float32, has_zeros="weight_zero_point" in self.parts)
+
+    @property
+    def _has_integers(self) -> bool:
+        return bool(self.parts["weight"].dtype == torch.int8)
+
+    @property
+    def _scale_name(self) -> str:
+        return next(name for name in SCALE_NAMES if name in self.parts)
+
+    def check_parts(self, parts: Mapping[str, torch.Tensor]) -> None:
+        name, block = self._scale_name, self.config.block_size
+        (outputs, inputs), scales = self.shape, parts[name]
+        self.check_part(parts, "weight", (outputs, inputs), [torch.int8, *FLOAT8_DTYPES])
+        if scales.numel() == 1:
+            shape = tuple(scales.shape)
+        elif block is not None and not self._has_integers:
+            shape = (-(-outputs // block[0]), -(-inputs // block[1]))
+        else:
+            shape = (outputs, *scales.shape[1:2])
+        self.check_scales(parts, name, shape)
+        if "weight_zero_point" in parts:
+            self.check_part(parts, "weight_zero_point", shape, [torch.int8])
+            if not self._has_integers:
+                raise WeightsError(f"{self.path}: tensor '{self.prefix}weight' has zero points, but no integers")
+
+    def decode(self, parts: Mapping[str, torch.Tensor], rows: slice, dtype: torch.dtype) -> torch.Tensor | BlockMatrix:
+        (outputs, inputs), values, scales = self.shape, parts["weight"][rows], parts[self._scale_name]
+        block = self.config.block_size
+        if self._has_integers:
+            zeros = parts.get("weight_zero_point")
+            zeros = None if zeros is None else expand_scales(zeros, outputs)[rows]
+            return make_integer_matrix(values, expand_scales(scales, outputs)[rows], zeros, 8, dtype)
+        if scales.numel() > 1 and block is not None:
+            blocks = torch.arange(rows.start, rows.stop, device=scales.device) // block[0]
+            factors = scales.float()[blocks].repeat_interleave(block[1], dim=1)[:, :inputs]
+        else:
+            factors = expand_scales(scales, outputs)[rows].float()
+            factors = factors.repeat_interleave(inputs // factors.shape[1], dim=1)
+        return (values.float() * factors).to(dtype)

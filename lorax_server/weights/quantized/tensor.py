@@ -1,0 +1,177 @@
+"""Base class for quantized matrices in checkpoints, and the conversion of integers to `BlockMatrix`."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from lorax_server.errors import WeightsError
+from lorax_server.kernels import BlockMatrix
+from lorax_server.quantization_config import QuantizationConfig
+
+DECODE_CHUNK_ELEMENTS = 2**22  # matrix elements to decode at a time, to limit temporary memory
+SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e8m0fnu)
+INDEX_DTYPES = (torch.int32, torch.int64)
+BLOCK_SIZES = (32, 16)  # of `BlockMatrix`, preferred first
+
+StoredPart = Any  # a `StoredTensor`, or a tensor in memory
+ReadTensor = Callable[[StoredPart], torch.Tensor]  # reads a whole stored tensor
+
+
+@dataclass(frozen=True)
+class QuantizedTensor(ABC):
+    """A quantized matrix `[outputs, inputs]` that is stored as several tensors."""
+
+    main_part: ClassVar[str]  # suffix of the stored tensor that contains the values
+    other_parts: ClassVar[Collection[str]]  # suffixes of stored tensors that are read too, if they exist
+    ignored_parts: ClassVar[Collection[str]] = ()  # suffixes of stored tensors that do not change the weights
+
+    parts: Mapping[str, StoredPart]  # stored tensors by suffix
+    prefix: str  # module name with a trailing dot, for error messages
+    config: QuantizationConfig
+    read: ReadTensor
+
+    @classmethod
+    def is_main_part(cls, name: str, tensors: Mapping[str, StoredPart]) -> bool:  # noqa: ARG003 - used by subclasses
+        """Return True if the name is that of the values of a quantized matrix in this format."""
+        return name.endswith(f".{cls.main_part}")
+
+    @classmethod
+    def find_parts(cls, prefix: str, tensors: Mapping[str, StoredPart]) -> Sequence[str]:
+        """Return the suffixes of all stored tensors of a matrix."""
+        suffixes = (cls.main_part, *cls.other_parts, *cls.ignored_parts)
+        return [suffix for suffix in suffixes if f"{prefix}{suffix}" in tensors]
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """Return the shape of the matrix, `[outputs, inputs]`, which is also its shape in transformers."""
+
+    @property
+    @abstractmethod
+    def format(self) -> str:
+        """Return the name of the format for logs, such as `gptq-int4`."""
+
+    @property
+    def path(self) -> Path | str:
+        return getattr(self.parts[self.main_part], "path", "tensors in memory")
+
+    @property
+    def bytes_per_weight(self) -> float | None:
+        """Return the size of a weight as `BlockMatrix`, or None if the weights are converted to floating point."""
+        return None
+
+    @abstractmethod
+    def decode(self, parts: Mapping[str, torch.Tensor], rows: slice, dtype: torch.dtype) -> torch.Tensor | BlockMatrix:
+        """Return matrix rows in `dtype`. `parts` contains the stored tensors."""
+
+    def read_matrix(self, ranges: Sequence[tuple[int, int]], dtype: torch.dtype) -> torch.Tensor | BlockMatrix:
+        """Return ranges of matrix rows. `dtype` is the dtype that the weights are converted to."""
+        count = max(1, DECODE_CHUNK_ELEMENTS // self.shape[1])
+        chunks = [slice(i, min(i + count, stop)) for start, stop in ranges for i in range(start, stop, count)]
+        names = (self.main_part, *self.other_parts)
+        parts = {name: self.read(self.parts[name]) for name in names if name in self.parts}
+        self.check_parts(parts)
+        matrices = [self.decode(parts, rows, dtype) for rows in chunks or [slice(0, 0)]]
+        blocks = [each for each in matrices if isinstance(each, BlockMatrix)]
+        if len(blocks) == len(matrices):
+            return BlockMatrix.concat(blocks)
+        return torch.cat([each.read() if isinstance(each, BlockMatrix) else each for each in matrices])
+
+    def check_parts(self, parts: Mapping[str, torch.Tensor]) -> None:
+        """Raise `WeightsError` if a stored tensor has a wrong shape or dtype, or if a scale is not finite."""
+
+    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
+        """Read and dequantize a slice."""
+        rows, *others = index or (slice(None),)
+        start, stop, _ = rows.indices(self.shape[0])
+        matrix = self.read_matrix([(start, stop)], torch.float32)
+        return (matrix.read() if isinstance(matrix, BlockMatrix) else matrix)[(slice(None), *others)]
+
+    def require_part(self, name: str) -> StoredPart:
+        if name not in self.parts:
+            raise WeightsError(f"{self.path}: tensor {self.prefix + name!r} is missing, but the matrix is quantized")
+        return self.parts[name]
+
+    def check_part(
+        self, parts: Mapping[str, torch.Tensor], name: str, shape: Sequence[int], dtypes: Collection[torch.dtype]
+    ) -> None:
+        tensor = parts[name]
+        if tuple(tensor.shape) != tuple(shape) or tensor.dtype not in dtypes:
+            raise WeightsError(
+                f"{self.path}: tensor {self.prefix + name!r} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, "
+                f"expected {tuple(shape)} and {' or '.join(map(str, dtypes))}"
+            )
+
+    def check_scales(self, parts: Mapping[str, torch.Tensor], name: str, shape: Sequence[int]) -> None:
+        """Check the shape of scales, and that they are finite."""
+        self.check_part(parts, name, shape, SCALE_DTYPES)
+        if not bool(parts[name].float().isfinite().all()):
+            raise WeightsError(
+                f"{self.path}: tensor {self.prefix + name!r} contains scales that are not finite numbers"
+            )
+
+
+def find_block_size(inputs: int, num_groups: int) -> int | None:
+    """Return the largest block size of `BlockMatrix` that divides all groups, or None."""
+    if inputs % BLOCK_SIZES[0] or inputs % num_groups:
+        return None
+    return next((size for size in BLOCK_SIZES if inputs // num_groups % size == 0), None)
+
+
+def count_bytes_per_weight(bits: int, scale_dtype: torch.dtype, *, has_zeros: bool) -> float:
+    """Return the approximate size of a weight in a `BlockMatrix` with blocks of 32."""
+    scale_bytes = scale_dtype.itemsize if scale_dtype == torch.float16 else torch.float32.itemsize
+    return bits / 8 + (scale_bytes + has_zeros * torch.float32.itemsize) / BLOCK_SIZES[0]
+
+
+def make_integer_matrix(
+    values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int, dtype: torch.dtype
+) -> torch.Tensor | BlockMatrix:
+    """Return the matrix `(values - zeros) * scales`. It is a tensor if the groups do not consist of whole blocks.
+
+    `values` is int8 `[outputs, inputs]`, from -8 to 7 for 4 bits. `scales` and `zeros` (int8) are `[outputs, groups]`.
+    """
+    (outputs, inputs), num_groups = values.shape, scales.shape[1]
+    block = find_block_size(inputs, num_groups)
+    if block is None:
+        return dequantize_groups(values, scales, zeros, torch.arange(inputs) * num_groups // inputs).to(dtype)
+    repeats = inputs // num_groups // block
+    offsets = None
+    if zeros is not None and bool(zeros.any()):
+        steps = zeros.float() + (8 if bits == 4 else 0)  # `BlockMatrix` counts 4-bit values with offsets from 0
+        offsets = (-steps * scales.float()).repeat_interleave(repeats, dim=1)
+    scales = scales if scales.dtype == torch.float16 else scales.float()
+    packed = values.contiguous() if bits == 8 else _pack(values)
+    return BlockMatrix(packed, scales.repeat_interleave(repeats, dim=1), offsets, bits, dtype)
+
+
+def dequantize_groups(
+    values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, groups: torch.Tensor
+) -> torch.Tensor:
+    """Return `(values - zeros) * scales` in float32. `groups` contains the group of each input."""
+    groups = groups.to(values.device, torch.int64)
+    whole = values.float() if zeros is None else values.float() - zeros.float()[:, groups]
+    return whole * scales.float()[:, groups]
+
+
+def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Unpack int32 words `[rows, n]` to unsigned integers, uint8 `[rows, n * 32 / bits]`, the lowest bits first."""
+    packed = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return packed
+    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
+
+
+def to_signed(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Convert unsigned integers (uint8) to int8 by subtracting half of their range."""
+    return (values ^ 128).view(torch.int8) if bits == 8 else values.view(torch.int8) - 8
+
+
+def _pack(values: torch.Tensor) -> torch.Tensor:
+    """Pack 4-bit values from -8 to 7 in the order of `BlockMatrix`."""
+    groups = (values + 8).view(torch.uint8).unflatten(1, (-1, 2, 16))
+    return (groups[:, :, 0] | (groups[:, :, 1] << 4)).flatten(1)
