@@ -55,4 +55,5 @@ class AWQTensor(QuantizedTensor):
 
 
 def _unpack(words: torch.Tensor) -> torch.Tensor:
-    return unpack_words(words, 4).unflatten(1, (-1, VALUES_PER_WORD))[:, :, POSITIONS].flatten(1)
+    ordered: torch.Tensor = unpack_words(words, 4).unflatten(1, (-1, VALUES_PER_WORD))[:, :, POSITIONS]
+    return ordered.flatten(1)

@@ -104,7 +104,8 @@ class Packed4BitTensor(QuantizedTensor):
         blocks = torch.arange(len(stored), device=stored.device) // self._state["nested_blocksize"]
         factors = parts["weight.nested_absmax"].float()[blocks]
         nested: torch.Tensor = parts["weight.nested_quant_map"].float()[stored.int()] * factors
-        return nested + self._state["nested_offset"]
+        scales: torch.Tensor = nested + self._state["nested_offset"]
+        return scales
 
 
 class Int8Tensor(QuantizedTensor):

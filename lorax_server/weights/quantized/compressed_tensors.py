@@ -36,7 +36,7 @@ class PackedTensor(QuantizedTensor):
     ignored_parts = ("weight_shape", "input_scale", "input_zero_point", "input_global_scale", "output_scale")
 
     @cached_property
-    def shape(self) -> tuple[int, int]:  # type: ignore[override]
+    def shape(self) -> tuple[int, int]:
         sizes = self.read(self.require_part("weight_shape")).flatten().tolist()
         if len(sizes) != 2 or min(sizes) < 1:
             raise WeightsError(f"{self.path}: tensor '{self.prefix}weight_shape' must contain two positive numbers")

@@ -81,6 +81,7 @@ class QuantizedTensor(ABC):
             return BlockMatrix.concat(blocks)
         return torch.cat([each.read() if isinstance(each, BlockMatrix) else each for each in matrices])
 
+    @abstractmethod
     def check_parts(self, parts: Mapping[str, torch.Tensor]) -> None:
         """Raise `WeightsError` if a stored tensor has a wrong shape or dtype, or if a scale is not finite."""
 
@@ -135,7 +136,7 @@ def make_integer_matrix(
 
     `values` is int8 `[outputs, inputs]`, from -8 to 7 for 4 bits. `scales` and `zeros` (int8) are `[outputs, groups]`.
     """
-    (outputs, inputs), num_groups = values.shape, scales.shape[1]
+    inputs, num_groups = values.shape[1], scales.shape[1]
     block = find_block_size(inputs, num_groups)
     if block is None:
         return dequantize_groups(values, scales, zeros, torch.arange(inputs) * num_groups // inputs).to(dtype)
@@ -173,5 +174,5 @@ def to_signed(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 def _pack(values: torch.Tensor) -> torch.Tensor:
     """Pack 4-bit values from -8 to 7 in the order of `BlockMatrix`."""
-    groups = (values + 8).view(torch.uint8).unflatten(1, (-1, 2, 16))
+    groups: torch.Tensor = (values + 8).view(torch.uint8).unflatten(1, (-1, 2, 16))
     return (groups[:, :, 0] | (groups[:, :, 1] << 4)).flatten(1)
