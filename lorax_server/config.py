@@ -13,8 +13,11 @@ from typing import Any, NamedTuple, TypeVar
 from lorax_server.errors import ConfigError
 
 DTYPES = ("float32", "float16", "bfloat16")
-WEIGHT_BITS = {"int8": 8, "int4": 4}  # values of `quantize` that quantize the weights
-QUANTIZE_METHODS = ("fp8-kv", *WEIGHT_BITS)
+# Values of `quantize` that quantize 16-bit weights while loading. The last three are LoRAX's names.
+WEIGHT_BITS = {"int8": 8, "int4": 4, "bitsandbytes": 8, "eetq": 8, "hqq-4bit": 4}
+ROUNDED_FORMATS = {"bitsandbytes-nf4": "nf4", "bitsandbytes-fp4": "fp4"}  # round 16-bit weights to 4-bit floats
+CHECKPOINT_FORMATS = ("gptq", "awq", "fp8")  # only confirm the format of the checkpoint, as in LoRAX
+QUANTIZE_METHODS = ("fp8-kv", *WEIGHT_BITS, *ROUNDED_FORMATS, *CHECKPOINT_FORMATS)
 TASKS = ("auto", "generate", "embed", "classify", "token-classify", "score")
 POOLING_CHOICES = ("cls", "mean", "max", "lasttoken")
 ADAPTER_SOURCES = ("hub", "local", "s3")
@@ -68,7 +71,9 @@ class ModelConfig(Settings):
     dtype: str | None = setting(None, "float32, float16 or bfloat16", none=DTYPE_DEFAULT)
     device: str = setting("cpu", "cpu, cuda or cuda:<index>; auto uses a GPU if available")
     quantize: str | None = setting(
-        None, "int8 or int4 quantizes the weights while loading (CPU only); fp8-kv stores the KV cache as float8"
+        None,
+        "int8 or int4 quantizes the weights while loading (CPU only); fp8-kv stores the KV cache as float8; "
+        "bitsandbytes-nf4 rounds the weights as in QLoRA training; see docs/quantization.md for others",
     )
     task: str = setting(
         "auto",
@@ -102,6 +107,11 @@ class ModelConfig(Settings):
     def weight_bits(self) -> int | None:
         """Return the number of bits that the weights are quantized to while loading, or None."""
         return WEIGHT_BITS.get(self.quantize or "")
+
+    @property
+    def rounded_format(self) -> str | None:
+        """Return the 4-bit floating-point format that the weights are rounded to while loading, or None."""
+        return ROUNDED_FORMATS.get(self.quantize or "")
 
 
 @dataclass(frozen=True)

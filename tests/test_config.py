@@ -32,7 +32,7 @@ def test_unknown_dtype_is_rejected(dtype: str) -> None:
     assert f"dtype {dtype!r}" in str(caught.value)
 
 
-@pytest.mark.parametrize("quantize", ["gptq", "fp8", ""])
+@pytest.mark.parametrize("quantize", ["hqq-2bit", "fp4", ""])
 def test_unknown_quantization_is_rejected(quantize: str) -> None:
     with pytest.raises(ConfigError, match="fp8-kv") as caught:
         ModelConfig(Path("model"), quantize=quantize)

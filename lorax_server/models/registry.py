@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from lorax_server.config import DTYPES, ModelConfig
+from lorax_server.config import CHECKPOINT_FORMATS, DTYPES, ModelConfig
 from lorax_server.distributed import FakeGroup, ProcessGroup
 from lorax_server.errors import ConfigError, UnsupportedModelError
 from lorax_server.files.names import GGUF_FILE_LIST, MODEL_CONFIG_FILE
@@ -77,6 +77,7 @@ def load_model(
     dtype = _choose_dtype(settings, config, ops)
     bits = settings.weight_bits
     quantization = find_quantization(config)
+    _check_quantize(settings, quantization)
     needed_bytes = estimate_bytes(settings.path, dtype, device, bits, quantization) // process_group.size()
     free = needed_bytes if is_host(device) else _get_free_bytes(device)
     if needed_bytes > free:
@@ -91,6 +92,7 @@ def load_model(
             ops=ops,
             progress=LoadProgress(needed_bytes),
             quantize_bits=bits,
+            rounded_format=settings.rounded_format,
         ) as weights:
             model = build(weights)
             weights.check_all_used()
@@ -161,6 +163,24 @@ def _check_config(config: Any) -> None:
         if not (isinstance(value, int | float) and 0 <= value < 1):
             raise ConfigError(f"config field {field} must be at least 0 and less than 1 (got {value!r})")
     find_quantization(config)
+
+
+def _check_quantize(settings: ModelConfig, quantization: QuantizationConfig | None) -> None:
+    """Reject a `quantize` setting that does not fit the checkpoint, and log what LoRAX's settings mean."""
+    stored = None if quantization is None else quantization.method
+    if settings.quantize in CHECKPOINT_FORMATS and stored != settings.quantize:
+        raise ConfigError(
+            f"quantize = {settings.quantize} needs a checkpoint in this format, but the weights are "
+            + (f"stored as {stored}; omit `quantize`" if stored else "not quantized; use int8 or int4 on CPUs")
+        )
+    if settings.weight_bits is not None:
+        logger.info("quantize = %s: the weights are quantized to int%d", settings.quantize, settings.weight_bits)
+    if settings.rounded_format is not None:
+        logger.info(
+            "quantize = %s: linear layers are rounded to %s as in QLoRA training, and stored in the model dtype",
+            settings.quantize,
+            settings.rounded_format,
+        )
 
 
 def find_quantization(config: Any) -> QuantizationConfig | None:

@@ -26,6 +26,7 @@ from lorax_server.quantization_config import QuantizationConfig
 from lorax_server.weights.gguf import GGUFTensor
 from lorax_server.weights.progress import LoadProgress
 from lorax_server.weights.quantized import QuantizedTensor, group_tensors
+from lorax_server.weights.quantized.bitsandbytes import ROUNDING_BLOCK, round_to_4_bits
 from lorax_server.weights.reader import STORED_DTYPES, WeightsReader
 
 # Checkpoints saved from the inner model (without LM head) lack these tensor name prefixes.
@@ -54,6 +55,7 @@ FUSED_QKV, QKV_NAMES = ".attn.Wqkv.", ("q_proj", "k_proj", "v_proj")
 
 QUANTIZE_CHUNK_ELEMENTS = 2**22  # matrix elements to quantize at a time, to limit temporary memory
 QUANTIZATION_BLOCK_SIZE = 32  # inputs per scale in matrices that are quantized here
+ROUNDED_BITS = 4  # matrices that need more bits are not rounded
 
 
 class Placement(TypedDict):
@@ -65,6 +67,7 @@ class Placement(TypedDict):
     ops: Ops
     progress: NotRequired[LoadProgress]  # logs the bytes loaded
     quantize_bits: NotRequired[int | None]  # quantize matrices of float checkpoints to 4 or 8 bits
+    rounded_format: NotRequired[str | None]  # round linear layers of float checkpoints to nf4 or fp4
 
 
 class Weights:
@@ -87,6 +90,7 @@ class Weights:
         self.ops = placement["ops"]
         self._progress = placement.get("progress")
         self._quantize_bits = placement.get("quantize_bits")
+        self._rounded_format = placement.get("rounded_format")
         self._used: set[str] = set()  # names of the tensors that modules requested
         self._quantized_bytes: Counter[str] = Counter()  # bytes of matrices by format in memory and in the checkpoint
 
@@ -156,11 +160,15 @@ class Weights:
             dim, shard = (0, outputs) if inputs.is_whole else (1, inputs)
             matrix = self._load_sharded(name, 1 - dim if fan_in_fan_out else dim, shard, shape)
             matrix = matrix.t() if fan_in_fan_out else matrix
+            if self._rounded_format is not None and min_bits <= ROUNDED_BITS:
+                _check_rounding_blocks(name, outputs, inputs)
         if isinstance(matrix, BlockMatrix) or isinstance(stored, QuantizedTensor):
             assert isinstance(stored, GGUFTensor | QuantizedTensor)
-            if bits is not None:
+            if bits is not None or self._rounded_format is not None:
+                method = self._rounded_format or f"int{bits}"
                 raise ConfigError(
-                    f"quantize = int{bits} is not supported: tensor {name!r} is stored as {stored.format}"
+                    f"the weights cannot be quantized to {method}: tensor {name!r} is stored as {stored.format}; "
+                    "omit `quantize`"
                 )
             return self._place_matrix(matrix, stored.format)
         return self.convert_matrix(matrix, min_bits)
@@ -227,6 +235,8 @@ class Weights:
 
     def convert_matrix(self, matrix: torch.Tensor, min_bits: int = 4) -> torch.Tensor | QuantizedMatrix:
         """Return a loaded matrix in the model's dtype or, if the model is quantized, in blocks."""
+        if self._rounded_format is not None and min_bits <= ROUNDED_BITS:
+            return self._place_matrix(round_to_4_bits(matrix, self._rounded_format), self._rounded_format)
         if self._quantize_bits is None or matrix.shape[1] % QUANTIZATION_BLOCK_SIZE:
             return self.convert(matrix)
         bits = max(self._quantize_bits, min_bits)
@@ -275,6 +285,16 @@ def _shard_matrix(
         return matrix.select_inputs(start, stop)
     except ValueError as error:
         raise ConfigError(f"tensor {name!r} cannot be split over several ranks: {error}; use fewer ranks") from error
+
+
+def _check_rounding_blocks(name: str, outputs: Shard, inputs: Shard) -> None:
+    """Raise an error if a shard boundary splits a block, because all ranks must round in the same way."""
+    is_split = not inputs.is_whole and any(edge % ROUNDING_BLOCK for edges in inputs.ranges for edge in edges)
+    if is_split or (not outputs.is_whole and inputs.full % ROUNDING_BLOCK):
+        raise ConfigError(
+            f"tensor {name!r} cannot be rounded on several ranks, because a shard boundary splits a block of "
+            f"{ROUNDING_BLOCK} weights; use fewer ranks"
+        )
 
 
 @dataclass(frozen=True)

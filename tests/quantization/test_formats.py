@@ -4,9 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes.functional
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 from lorax_server.config import ModelConfig
 from lorax_server.kernels import BlockMatrix, reference
@@ -53,3 +55,23 @@ def test_logits_match_transformers_with_dequantized_weights(name: str, tmp_path:
     assert isinstance(layer.mlp.down_proj.linear.weight, BlockMatrix) == FORMATS[name].is_integer
     kept = FORMATS[name].is_integer
     assert driver.model.weight_format == FORMATS[name].label if kept else f"float32 from {FORMATS[name].label}"
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("name", ["llama-gqa", "gpt2"])
+def test_rounding_while_loading_matches_bitsandbytes(name: str, kind: str, tmp_path: Path) -> None:
+    """QLoRA adapters are trained on these weights. Embedding and LM head are not rounded."""
+    oracle = make_oracle(name)
+    oracle.save_pretrained(tmp_path)
+    driver = serve(tmp_path, quantize=f"bitsandbytes-{kind}")
+    assert driver.model.weight_format == f"float32 from {kind}"
+    for module_name, module in oracle.named_modules():
+        is_transposed = isinstance(module, Conv1D)
+        if not (is_transposed or isinstance(module, torch.nn.Linear)) or module_name == "lm_head":
+            continue
+        weight = (module.weight.t() if is_transposed else module.weight).detach().contiguous()
+        packed, state = bitsandbytes.functional.quantize_4bit(weight, quant_type=kind)
+        rounded = bitsandbytes.functional.dequantize_4bit(packed, state)
+        module.weight.data = rounded.t() if is_transposed else rounded
+    expected = oracle_logits(oracle, PROMPT, len(PROMPT), {})
+    assert (prefill(driver) - expected).abs().max() < TOLERANCE

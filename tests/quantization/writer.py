@@ -43,14 +43,27 @@ def write_checkpoint(folder: Path, model: Any, name: str, ignored: tuple[str, ..
     tensors = {
         key: value.clone() for key, value in model.state_dict().items() if not (tied and key == "lm_head.weight")
     }
-    for module_name, module in model.named_modules():
-        if not isinstance(module, nn.Linear) or any(part in module_name for part in ignored):
-            continue
-        stored, weights = FORMATS[name].quantize(module.weight.data)
-        assert weights.shape == module.weight.shape
-        module.weight.copy_(weights)
-        del tensors[f"{module_name}.weight"]
-        tensors |= {f"{module_name}.{suffix}": value.contiguous() for suffix, value in stored.items()}
+    matrices = {
+        module_name: module.weight
+        for module_name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and not any(part in module_name for part in ignored)
+    }
+    for parameter_name, parameter in model.named_parameters():
+        if "experts." in parameter_name and parameter.dim() == 3:  # published checkpoints have a matrix per expert
+            del tensors[parameter_name]
+            prefix, _, fused = parameter_name.rpartition(".")
+            names = ("gate_proj", "up_proj") if fused == "gate_up_proj" else (fused,)
+            for expert, stacked in enumerate(parameter):
+                matrices |= {
+                    f"{prefix}.{expert}.{name}": matrix
+                    for name, matrix in zip(names, stacked.chunk(len(names)), strict=True)
+                }
+    for matrix_name, matrix in matrices.items():
+        stored, weights = FORMATS[name].quantize(matrix.detach().contiguous())
+        assert weights.shape == matrix.shape
+        matrix.copy_(weights)
+        tensors.pop(f"{matrix_name}.weight", None)
+        tensors |= {f"{matrix_name}.{suffix}": value.contiguous() for suffix, value in stored.items()}
     save_file(tensors, folder / "model.safetensors")
     change_json(folder / "config.json", quantization_config=FORMATS[name].config)
 

@@ -12,7 +12,7 @@ from lorax_server.cli.flags import Parser, parse_size, write_json
 from lorax_server.cli.planning.capacity import AdapterMix, Planner, Traffic, format_gb
 from lorax_server.cli.planning.model_sizes import ModelSizes, make_llama_sizes, read_sizes
 from lorax_server.cli.planning.step_time import GPUS, HTTP_THROUGHPUT_SHARE, Gpu, find_gpu
-from lorax_server.config import QUANTIZE_METHODS, EngineConfig
+from lorax_server.config import EngineConfig
 from lorax_server.errors import ConfigError
 from lorax_server.kernels import MAX_RANK
 
@@ -116,7 +116,7 @@ def make_planner(args: Namespace) -> Planner:
     length = traffic.prompt_tokens + traffic.completion_tokens
     if length > sizes.max_length:
         raise ConfigError(f"a request has {length} tokens, but the model supports at most {sizes.max_length}")
-    settings = (args.host_memory, args.cuda_memory_fraction, args.adapter_bytes, args.max_num_seqs, bool(args.quantize))
+    settings = args.host_memory, args.cuda_memory_fraction, args.adapter_bytes, args.max_num_seqs, bool(args.quantize)
     return Planner(sizes, _read_mix(args, sizes), traffic, gpu, *settings)
 
 
@@ -134,7 +134,7 @@ def _add_flags(parser: Parser) -> None:
                 group.add_argument(
                     ALIASES[name], dest=key, type=number, default=argparse.SUPPRESS, help=argparse.SUPPRESS
                 )
-    model.add_argument("--quantize", choices=QUANTIZE_METHODS, help="fp8-kv stores keys and values as float8")
+    model.add_argument("--quantize", choices=["fp8-kv"], help="fp8-kv stores keys and values as float8")
     adapters.add_argument("--ranks", metavar="RANK:N,...", help="ranks with adapter counts, such as 8:700,64:100")
     adapters.add_argument("--modules", metavar="NAME,...", help="target modules (default: all linear layers)")
     adapters.add_argument("--dora", action="store_true", help="all adapters use DoRA")

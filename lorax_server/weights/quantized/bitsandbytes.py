@@ -7,10 +7,12 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from lorax_server.errors import WeightsError
 from lorax_server.kernels import BlockMatrix
 from lorax_server.weights.quantized.tensor import (
+    DECODE_CHUNK_ELEMENTS,
     QuantizedTensor,
     StoredPart,
     count_bytes_per_weight,
@@ -20,7 +22,18 @@ from lorax_server.weights.quantized.tensor import (
 STATE_PARTS = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
 MAX_STATE_BYTES = 10_000  # of the JSON object with the quantization state; real ones have about 200 bytes
 INT8_RANGE = 127
+ROUNDING_BLOCK = 64  # weights per scale in `round_to_4_bits`, the default of bitsandbytes
+# The values that the indices 0 to 15 stand for. The values of nf4 are quantiles of a normal distribution.
+LEVELS = {
+    "nf4": (
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+        *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+        *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ),
+    "fp4": tuple(sign * value / 12 for sign in (1, -1) for value in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)),
+}
 NUM_LEVELS = 16
+MIN_SCALE = 1e-38  # prevents division by zero
 
 
 class Packed4BitTensor(QuantizedTensor):
@@ -142,3 +155,20 @@ class Int8Tensor(QuantizedTensor):
     def decode(self, parts: Mapping[str, torch.Tensor], rows: slice, dtype: torch.dtype) -> torch.Tensor | BlockMatrix:
         scales = parts["SCB"][rows].float()[:, None] / INT8_RANGE
         return make_integer_matrix(parts["weight"][rows], scales, None, 8, dtype)
+
+
+def round_to_4_bits(weight: torch.Tensor, kind: str) -> torch.Tensor:
+    """Round a matrix to `LEVELS` with one scale per block of the flattened matrix, as bitsandbytes does.
+
+    The result has the same dtype as after dequantization, float32.
+    """
+    levels = torch.tensor(sorted(LEVELS[kind]), dtype=torch.float32, device=weight.device)
+    flat = weight.contiguous().view(-1)
+    rounded = torch.empty(len(flat), dtype=torch.float32, device=weight.device)
+    for start in range(0, len(flat), DECODE_CHUNK_ELEMENTS):  # a multiple of the block size
+        chunk = flat[start : start + DECODE_CHUNK_ELEMENTS].float()
+        blocks = F.pad(chunk, (0, -len(chunk) % ROUNDING_BLOCK)).view(-1, ROUNDING_BLOCK)
+        scales = blocks.abs().amax(1, keepdim=True)
+        indices = torch.bucketize(blocks * (1 / scales.clamp(min=MIN_SCALE)), (levels[:-1] + levels[1:]) / 2)
+        rounded[start : start + len(chunk)] = (levels[indices] * scales).view(-1)[: len(chunk)]
+    return rounded.view(weight.shape)
