@@ -17,11 +17,15 @@ def check(folder: Path, config: Any, needs_adapters: bool = False) -> None:
 
 
 REJECTED = {
-    "awq": (
-        {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "awq"}},
-        r"the weights are quantized \(awq\), which is not supported; use the model with 16-bit weights",
+    "unknown quantization": (
+        {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "hqq"}},
+        r"the quantization method 'hqq' is not supported; .*; use the model with 16-bit weights",
     ),
-    "broken quantization": ({"model_type": "llama", "quantization_config": 4}, r"quantized \(4\)"),
+    "broken quantization": ({"model_type": "llama", "quantization_config": 4}, r"must be an object \(got 4\)"),
+    "padded and quantized": (
+        {"model_type": "codegen", "quantization_config": {"quant_method": "awq", "bits": 4}},
+        r"quantized weights \(awq\) are not supported for the model type 'codegen'",
+    ),
     "encoder": (
         {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
         "BertForMaskedLM does not generate text; only causal language models are served",

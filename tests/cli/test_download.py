@@ -91,9 +91,9 @@ def test_missing_path_is_not_requested_from_hub(name: str, cache: Path) -> None:
 
 def test_unsupported_model_is_rejected_before_weights_download(hub: HubServer, cache: Path) -> None:
     hub.repos[NAME] = Repo(
-        MODEL | {"config.json": b'{"model_type": "llama", "quantization_config": {"quant_method": "awq"}}'}
+        MODEL | {"config.json": b'{"model_type": "llama", "quantization_config": {"quant_method": "aqlm"}}'}
     )
-    with pytest.raises(ConfigError, match=r"quantized \(awq\), which is not supported"):
+    with pytest.raises(ConfigError, match="the quantization method 'aqlm' is not supported"):
         find(NAME, None, "hub", cache, endpoint=hub.url)
     assert {path.name for path in cache.rglob("snapshots/*/*")} == {"config.json"}
 

@@ -253,14 +253,14 @@ def write_gguf(folder: Path) -> Path:
 BAD_MODELS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "no such folder": (lambda folder: folder / "nothing", "there is no such file or folder"),
     "an adapter": (write_adapter, "this is an adapter"),
-    "AWQ": (
+    "AQLM": (
         lambda folder: write_config(
             folder,
             model_type="llama",
             architectures=["LlamaForCausalLM"],
-            quantization_config={"quant_method": "awq", "bits": 4},
+            quantization_config={"quant_method": "aqlm"},
         ),
-        r"quantized \(awq\), which is not supported",
+        "the quantization method 'aqlm' is not supported; supported methods: compressed-tensors, fp8",
     ),
     "vision": (
         lambda folder: write_config(folder, model_type="llava", architectures=["LlavaForConditionalGeneration"]),

@@ -390,17 +390,6 @@ def test_null_is_treated_as_missing_field(llama: Path, edited: Callable[..., Pat
     assert torch.equal(ours, plain)
 
 
-def test_quantized_checkpoint_is_rejected(edited: Callable[..., Path]) -> None:
-    folder = edited(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
-    tensors = load_file(folder / "model.safetensors")
-    name = "model.layers.0.mlp.up_proj.weight"
-    tensors[name] = (tensors[name] / 0.01).to(torch.float8_e4m3fn)
-    tensors[f"{name}_scale_inv"] = torch.tensor([[0.01]])
-    save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(ConfigError, match="quantization_config"):
-        get_model(ModelConfig(folder))
-
-
 def with_fields(config: PretrainedConfig, **fields: Any) -> PretrainedConfig:
     """Set fields without transformers' validation."""
     for field, value in fields.items():

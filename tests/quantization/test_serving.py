@@ -71,7 +71,7 @@ def test_other_architectures_match_transformers(name: str, model: str, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq", "fp8-blocks", "nf4"])
-@pytest.mark.parametrize("model", ["qwen3moe", ""])
+@pytest.mark.parametrize("model", ["qwen3moe", "glm4moe"])
 def test_mixture_of_experts_matches_transformers(name: str, model: str, tmp_path: Path) -> None:
     """Published checkpoints store one matrix per expert."""
     oracle = make_oracle(model, moe_intermediate_size=64)

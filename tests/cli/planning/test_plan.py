@@ -333,7 +333,10 @@ def test_incomplete_model_sizes_are_rejected(capsys: pytest.CaptureFixture[str])
         (json.dumps(LLAMA_8B | {"num_hidden_layers": 10**6}).encode(), "num_hidden_layers must be at most 1000"),
         (json.dumps(LLAMA_8B | {"vocab_size": 10**40}).encode(), "sizes are too large"),
         (json.dumps(LLAMA_8B | {"num_attention_heads": 3}).encode(), "is not a multiple"),
-        (json.dumps(LLAMA_8B | {"quantization_config": {"bits": 4}}).encode(), "must not be quantized"),
+        (
+            json.dumps(LLAMA_8B | {"quantization_config": {"bits": 4}}).encode(),
+            "the quantization method None is not supported",
+        ),
     ],
 )
 def test_invalid_model_configs_are_rejected(
