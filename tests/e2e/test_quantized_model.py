@@ -9,8 +9,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
-from tests.e2e.http_server import ids_of, serving
-from tests.models.tiny import make_tokenizer
+from tests.e2e.http_server import ids_of, make_tokenizer, serving
 from tests.parity.oracle import oracle_greedy
 
 pytestmark = [
