@@ -21,6 +21,7 @@ from lorax_server.types import StopParams
 
 DOCS = Path(__file__).parent.parent / "docs"
 CHUNK_TOKENS = 512
+METHODS = ("int8", "int4", "bitsandbytes-nf4", "bitsandbytes-fp4")
 
 
 def dequantize(path: Path, folder: Path) -> Path:
@@ -59,7 +60,7 @@ def main() -> None:
         files = [found] if found.is_file() else list_models(found)
         folder = dequantize(files[0], Path(scratch)) if files else found
         text = options.text.read_text() if options.text else text
-        values = {name: measure(folder, text, options.chunks, name) for name in (None, "int8", "int4")}
+        values = {name: measure(folder, text, options.chunks, name) for name in (None, *METHODS)}
     plain = values.pop(None)
     records = [Record("perplexity, float32", plain, "")]
     for name, value in values.items():
