@@ -41,6 +41,7 @@ POSITIVE_INT_FIELDS = (
     "sliding_window",
     "vocab_size",
 )
+EXPERT_COUNT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 EPSILON_FIELDS = ("layer_norm_eps", "layer_norm_epsilon", "rms_norm_eps")
 
 
@@ -77,7 +78,7 @@ def load_model(
     dtype = _choose_dtype(settings, config, ops)
     bits = settings.weight_bits
     quantization = find_quantization(config)
-    _check_quantize(settings, quantization)
+    _check_quantize(settings, config, quantization)
     needed_bytes = estimate_bytes(settings.path, dtype, device, bits, quantization) // process_group.size()
     free = needed_bytes if is_host(device) else _get_free_bytes(device)
     if needed_bytes > free:
@@ -165,7 +166,7 @@ def _check_config(config: Any) -> None:
     find_quantization(config)
 
 
-def _check_quantize(settings: ModelConfig, quantization: QuantizationConfig | None) -> None:
+def _check_quantize(settings: ModelConfig, config: Any, quantization: QuantizationConfig | None) -> None:
     """Reject a `quantize` setting that does not fit the checkpoint, and log what LoRAX's settings mean."""
     stored = None if quantization is None else quantization.method
     if settings.quantize in CHECKPOINT_FORMATS and stored != settings.quantize:
@@ -176,6 +177,11 @@ def _check_quantize(settings: ModelConfig, quantization: QuantizationConfig | No
     if settings.weight_bits is not None:
         logger.info("quantize = %s: the weights are quantized to int%d", settings.quantize, settings.weight_bits)
     if settings.rounded_format is not None:
+        if any(getattr(config, field, None) for field in EXPERT_COUNT_FIELDS):
+            raise ConfigError(
+                f"quantize = {settings.quantize} is not supported for mixtures of experts, because bitsandbytes rounds "
+                "experts only in some versions of transformers; serve the quantized checkpoint"
+            )
         logger.info(
             "quantize = %s: linear layers are rounded to %s as in QLoRA training, and stored in the model dtype",
             settings.quantize,

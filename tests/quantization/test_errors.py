@@ -166,6 +166,12 @@ def test_quantized_checkpoint_is_not_quantized_again(name: str, quantize: str, t
         get_model(ModelConfig(tmp_path, quantize=quantize), ops=reference)
 
 
+def test_mixture_of_experts_is_not_rounded_while_loading(tmp_path: Path) -> None:
+    make_oracle("qwen3moe").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="not supported for mixtures of experts"):
+        get_model(ModelConfig(tmp_path, quantize="bitsandbytes-nf4"), ops=reference)
+
+
 def test_format_setting_must_match_checkpoint(tmp_path: Path) -> None:
     """LoRAX requires `--quantize gptq` for GPTQ checkpoints."""
     write_checkpoint(tmp_path, make_oracle(num_hidden_layers=1), "gptq")
