@@ -38,7 +38,14 @@ class BuildLibraries(build_ext):
 
 
 class PlatformWheel(bdist_wheel):
-    """Tag the wheel for this platform and every Python version."""
+    """Tag the wheel for this platform and every Python version.
+
+    A wheel without native kernels also gets a platform tag. Otherwise, pip could choose it on a platform with kernels.
+    """
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.root_is_pure = False
 
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", super().get_tag()[2]

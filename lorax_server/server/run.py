@@ -5,6 +5,7 @@ import logging
 import resource
 import signal
 import socket
+from contextlib import suppress
 from importlib import import_module
 
 import uvloop
@@ -108,4 +109,5 @@ def bind_port(config: ServerConfig) -> socket.socket:
 def raise_open_file_limit() -> None:
     """Raise the open file limit to the maximum, because every connection uses a file descriptor."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with suppress(ValueError):  # macOS rejects an infinite limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

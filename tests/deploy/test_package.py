@@ -72,6 +72,20 @@ def test_wheel_serves_all_python_versions(wheel: Path) -> None:
     assert "License-Expression: Apache-2.0" in text
 
 
+def test_wheel_without_native_kernels_has_platform_tag(sdist: Path, tmp_path: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (source,) = tmp_path.iterdir()
+    script = (source / "setup.py").read_text()
+    assert 'sys.platform == "linux"' in script
+    (source / "setup.py").write_text(script.replace('sys.platform == "linux"', "False"))
+    wheel = build("build_wheel", source, tmp_path / "wheel")
+    assert wheel.name.startswith(f"lorax_server-{__version__}-py3-none-")
+    assert not wheel.name.endswith("-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert not [name for name in archive.namelist() if name.endswith(".so")]
+
+
 def test_wheel_runs_in_unrelated_folder(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
