@@ -37,11 +37,6 @@ MAX_TEMPLATE_BYTES = 2**20
 MAX_TOKENIZER_BYTES = 2**26
 
 
-def is_known_file(file: str) -> bool:
-    """Return True if a path, relative to the adapter folder, is a file that the server may use."""
-    return file in READABLE_FILES or is_template_file(file)
-
-
 def is_template_file(file: str) -> bool:
     """Return True if a path, relative to the adapter folder, is an additional chat template."""
     return TEMPLATE_PATTERN.fullmatch(file) is not None

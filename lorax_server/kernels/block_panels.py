@@ -10,7 +10,6 @@ import torch
 from lorax_server.kernels.matrix import StoredMatrix
 from lorax_server.kernels.quantized import PACKED_INPUTS, BlockMatrix
 
-GROUP_INPUTS = 4  # inputs per integer dot product of the CPU
 SIGN_BITS = -0x7F7F7F80  # 0x80808080 as int32: adds 128 to four bytes
 
 

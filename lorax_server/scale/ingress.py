@@ -71,12 +71,8 @@ HOP_BY_HOP_HEADERS = frozenset(
      "transfer-encoding", "upgrade")
 )  # fmt: skip
 NOT_FORWARDED_HEADERS = HOP_BY_HOP_HEADERS | {"content-length", CLIENT_HEADER, SECRET_HEADER}
-NOT_RETURNED_HEADERS = HOP_BY_HOP_HEADERS | {
-    "date",
-    "server",
-    "x-request-id",
-    CHANGE_HEADER,
-}  # Ray's proxy adds the first three
+# Ray's proxy adds the first three of these headers.
+NOT_RETURNED_HEADERS = HOP_BY_HOP_HEADERS | {"date", "server", "x-request-id", CHANGE_HEADER}
 AUTOMATIC_HEADERS = ("accept", "accept-encoding", "content-type", "user-agent")  # aiohttp adds these by default
 EVENT_STREAM = "text/event-stream"
 EVENT_END = b"\n\n"

@@ -35,10 +35,8 @@ from lorax_server.types import Request
 
 logger = logging.getLogger(__name__)
 
-MIN_GRAMMAR_BYTES, GRAMMAR_BYTES_PER_TOKEN = (
-    2**20,
-    2**11,
-)  # cache weight of a compiled grammar, and of each token it consumed
+# Cache weight of a compiled grammar, and of each token it consumed.
+MIN_GRAMMAR_BYTES, GRAMMAR_BYTES_PER_TOKEN = 2**20, 2**11
 MAX_SHARED_TOKENS = 2**13  # tokens that completions consume before their shared grammar is compiled again
 MAX_GPU_MASK_THREADS = 4
 MAX_GPU_FAST_FORWARD = 16  # maximum completions; an H200 saves 8% per token with 16 and loses 20% with 64
@@ -159,9 +157,7 @@ class StructuredOutput:
         cached.compiled.add_done_callback(partial(self._start, request.request_id))
 
     def pop_results(self) -> list[GrammarResult]:
-        results = []
-        while self._results:
-            results.append(self._results.popleft())
+        results = [self._results.popleft() for _ in range(len(self._results))]
         return [each for each in results if each.request_id in self._grammar_requests]
 
     def advance(self, tokens: Iterable[tuple[int, int]]) -> None:

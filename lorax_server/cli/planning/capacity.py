@@ -220,12 +220,8 @@ class Planner:
                 f"{format_gb(adapters)} are reserved for adapters: raise --adapter-bytes, or use a larger GPU"
             )
         widest = max(matrix.outputs for matrix in sizes.matrices)
-        steps = (
-            MAX_STEP_TOKENS
-            * (NUM_HIDDEN_ACTIVATIONS * sizes.hidden_size + NUM_WIDEST_ACTIVATIONS * widest)
-            * HALF_PRECISION_BYTES
-            + GRAPH_BYTES
-        )
+        values_per_token = NUM_HIDDEN_ACTIVATIONS * sizes.hidden_size + NUM_WIDEST_ACTIVATIONS * widest
+        steps = GRAPH_BYTES + MAX_STEP_TOKENS * values_per_token * HALF_PRECISION_BYTES
         steps += self._max_batch_size * sizes.vocab_size * BYTES_PER_LOGIT
         cache = max(free - adapters - adapters // machine.ADAPTER_TABLE_DIVISOR - steps, 0)
         block_size = EngineConfig.block_size

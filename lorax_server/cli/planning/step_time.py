@@ -23,6 +23,10 @@ class Gpu(NamedTuple):
     bytes_per_s: float
     flops_per_s: float
 
+    @property
+    def flops_per_byte(self) -> float:
+        return self.flops_per_s / self.bytes_per_s
+
 
 # Memory as reported by the driver, slightly less than in the data sheet.
 GPUS = {
@@ -88,13 +92,10 @@ def decode_step_ms(
     """
     parts = {name: read_ms(gpu, num_bytes) for name, num_bytes in bytes_read.items()}
     parts["cache"] *= ATTENTION_TIME_RATIO * (FLOAT8_TIME_RATIO if is_float8 else 1)
-    scheduling = (
-        ENGINE_STEP_MS + ENGINE_MS_PER_SEQUENCE * batch_size
-    )  # overlaps with the step, so only the longer time counts
+    # Scheduling overlaps with the step, so only the longer time counts.
+    scheduling = ENGINE_STEP_MS + ENGINE_MS_PER_SEQUENCE * batch_size
     # The batch size for which the measured GPU has the same ratio of compute time to memory time.
-    equivalent = (
-        batch_size * (MEASURED_GPU.flops_per_s / MEASURED_GPU.bytes_per_s) / (gpu.flops_per_s / gpu.bytes_per_s)
-    )
+    equivalent = batch_size * MEASURED_GPU.flops_per_byte / gpu.flops_per_byte
     points = _excess_ratios(has_adapters=bytes_read["adapters"] > 0)
     single_ms, weights = points[0][1], parts["weights"]
     # The excess at batch size 1 scales with layers (launches) or weights (bandwidth); assume the larger.
