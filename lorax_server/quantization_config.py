@@ -17,7 +17,7 @@ COMPRESSED_FORMATS = (PACKED_FORMAT, INTEGER_FORMAT, FLOAT_FORMAT, "naive-quanti
 
 @dataclass(frozen=True)
 class QuantizationConfig:
-    """How the matrices of a checkpoint are stored. Which matrices are quantized follows from the tensor names."""
+    """The storage format of a checkpoint. The tensor names show which matrices are quantized."""
 
     method: str  # `quant_method`
     bits: tuple[int, ...]  # bits per integer weight; empty for float formats. Several only for compressed-tensors.

@@ -49,7 +49,7 @@ def test_random_models_and_adapters_can_be_served(tmp_path: Path) -> None:
     made.make_adapter(tmp_path / "adapters/partial", made.TINY, 2, rank=64, modules=("q_proj", "down_proj"))
     made.make_adapter(tmp_path / "adapters/dora", made.TINY, 3, use_dora=True)
     adapters = [None, *names, "partial", "dora"]
-    stop = StopParams(max_new_tokens=12, ignore_eos=True)
+    stop = StopParams(max_new_tokens=40, ignore_eos=True)
     with LLM(tmp_path / "model", tmp_path / "adapters", device="cpu", max_length=64, cache_bytes=2**22) as llm:
         answers = llm.generate(["Hello"] * len(adapters), stop=stop, adapter=adapters)
     assert names == ["adapter-000", "adapter-001"]

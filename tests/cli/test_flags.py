@@ -242,7 +242,7 @@ def test_repeated_flags_form_list() -> None:
         ("--adapter-source PBASE", {}, "Predibase's registry is not supported"),
         ("--dtype int8", {}, "--dtype 'int8' is not supported; use one of float32"),
         ("--device tpu", {}, "--device 'tpu' is not supported"),
-        ("--quantize awq", {}, "--quantize 'awq' is not supported; use one of fp8-kv"),
+        ("--quantize marlin", {}, "--quantize 'marlin' is not supported; use one of fp8-kv"),
         ("--trust-remote-code", {}, "--trust-remote-code: checkpoint code is never executed"),
         ("", {"TRUST_REMOTE_CODE": "1"}, "TRUST_REMOTE_CODE: checkpoint code"),
         ("--task translate", {}, "--task: 'translate' is not one of auto, generate, embed"),

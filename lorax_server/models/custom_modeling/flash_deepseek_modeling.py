@@ -15,6 +15,7 @@ from torch import nn
 from lorax_server.distributed import Shard, make_full_shard, shard_units
 from lorax_server.errors import ConfigError
 from lorax_server.kernels import CosSin
+from lorax_server.kernels.device import is_host
 from lorax_server.kernels.select import ReferenceAttentionOps
 from lorax_server.layers.attention import PagedContext
 from lorax_server.layers.latent import LatentProjection
@@ -105,7 +106,7 @@ class _FlashLatentForCausalLM(FlashLlamaForCausalLM):
         super().__init__(prefix, config, weights, create_layer_fn)
         projections = [module for module in self.modules() if isinstance(module, LatentProjection)]
         self.unrecorded_targets = tuple(target for projection in projections for target in projection.targets)
-        if self.device.type == "cuda":
+        if not is_host(self.device):
             logger.warning("%s: attention uses the slow torch ops on GPUs, without CUDA graphs", config.model_type)
             self.ops = ReferenceAttentionOps(self.ops)
 
