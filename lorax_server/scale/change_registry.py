@@ -16,7 +16,6 @@ import ray
 from ray.actor import ActorHandle
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
-from lorax_server.errors import EngineError
 from lorax_server.server.http.replica_protocol import AdapterChange
 
 STORE_NAMESPACE = "lorax_server"  # Ray namespace for actors and stored keys
@@ -24,12 +23,6 @@ POLL_S = 1.0  # longest wait for changes in one poll
 LEASE_S = 5.0  # a replica that does not call for this long is considered dead
 CONFIRM_TIMEOUT_S = 30.0
 MAX_UNLOADS = 100  # unloads stored for replicas that are behind; new replicas do not need them
-
-
-class RegistryError(EngineError):
-    """Raised if the registry cannot be reached, or if replicas do not confirm a change."""
-
-    retry_after_s = 1.0
 
 
 class MissedUnloadError(Exception):
@@ -91,10 +84,6 @@ class ChangeRegistry:
         await self.join(replica, confirmed_version, address)
         await self._wait_until(lambda: self._version > confirmed_version)
         return self._entries_after(confirmed_version)
-
-    async def leave(self, replica: str) -> None:
-        self._members.pop(replica, None)
-        await self._notify()
 
     async def members(self) -> dict[str, str]:
         """Return the addresses of all live replicas, keyed by replica name."""

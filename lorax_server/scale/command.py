@@ -13,7 +13,7 @@ from lorax_server.cli.command import run_program
 from lorax_server.cli.settings import parse
 from lorax_server.machine import count_cores
 from lorax_server.scale.ray_app import ScaleConfig, build_application
-from lorax_server.scale.server_process import ReplicaError, ServerOptions, find_port
+from lorax_server.scale.server_process import ReplicaError, find_port
 from lorax_server.server.access.model_names import list_base_names
 from lorax_server.server.http.hosts import is_loopback
 
@@ -42,7 +42,7 @@ def serve_replicas(argv: list[str]) -> int:
         signal.signal(number, signal.default_int_handler)
     try:
         serve.start(http_options={"host": config.host, "port": port})
-        _deploy(build_application(scale, ServerOptions(argv, os.getcwd())))
+        _deploy(build_application(scale, argv))
         name, *_ = list_base_names(config.model_id, config.served_names)
         print(f"ready: http://{config.host}:{port} serves {name} with {replicas} replicas", flush=True)
         while True:

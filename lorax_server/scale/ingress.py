@@ -17,21 +17,21 @@ import ray
 from multidict import CIMultiDict
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
-from starlette.types import Receive, Scope, Send
+from starlette.requests import Request
+from starlette.routing import Router
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from yarl import URL
 
 from lorax_server.errors import BusyError, EngineError, InputError, LoraxError
 from lorax_server.scale.change_registry import (
     CONFIRM_TIMEOUT_S,
-    RegistryError,
     get_or_create_registry,
     get_or_create_secret,
 )
 from lorax_server.scale.placement import RoutingKey
 from lorax_server.scale.routing_key import read_routing_key
-from lorax_server.server.http.error_responses import make_error_response, make_http_error
+from lorax_server.server.http.error_responses import ADAPTER_STATUS, make_error_response
+from lorax_server.server.http.middleware import RejectedError, read_body
 from lorax_server.server.http.replica_protocol import (
     CHANGE_HEADER,
     CHANGE_PATHS,
@@ -53,9 +53,9 @@ RETRY_DELAY_S = 0.2  # before a second attempt on the same replica
 # Limit for buffered request bodies per ingress. It also applies to clients without a key: replicas check keys.
 MAX_BUFFERED_BYTES = 2**30
 PROBE_PATHS = ("/", "/health", "/ping", "/startup")
-# Adapter errors that are retried on another replica, which may have the adapter or a token for it.
-ADAPTER_STATUS = 424
-# OpenAI error codes with status 404, 403 and 400.
+RETRY_AFTER_S = 1.0  # for clients, if a replica or the registry is unavailable
+# OpenAI error codes (status 404, 403 and 400) that are retried on another replica, which may have the adapter or a
+# token for it.
 ADAPTER_CODES = (b'"model_not_found"', b'"model_access_denied"', b'"invalid_adapter"')
 TOKEN_NOTE = (
     b"only the replica that responded has used api_token, and no replica stores it; the other replicas need a token of "
@@ -103,46 +103,36 @@ class Ingress:
         self._secret = get_or_create_secret(app)
         self._registry = get_or_create_registry(app)
 
-    def __serve_build_asgi_app__(self) -> Any:
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            await self.serve(scope, receive, send)
-
-        return app  # a function, because uvicorn treats a bound method as an ASGI 2 application
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return Router(default=self.serve)
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            return
-        request, path = Request(scope, receive), scope["path"]
-        body = bytearray()  # kept for retries until the response is complete
+        path, num_bytes = scope["path"], 0
+
+        async def receive_limited() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            self._buffered_bytes += len(message.get("body", b""))
+            if self._buffered_bytes > self._max_buffered_bytes:
+                raise BusyError("the ingress holds too many request bodies; try again")
+            return message
+
         try:
-            await self._read_body(request, body)
-            await self._respond(request, body, send)
-        except ClientDisconnect:
-            return
-        except HTTPException as error:
-            await make_http_error(error.status_code, error.detail).to_response(path)(scope, receive, send)
+            # The body is kept for retries until the response is complete.
+            body = await read_body(receive_limited, self._max_body_bytes, self._body_timeout_s)
+            if body is not None:
+                await self._respond(Request(scope), body, send)
+        except RejectedError as rejected:
+            await rejected.error_response.to_response(path)(scope, receive, send)
         except LoraxError as error:
             await make_error_response(error, path).to_response(path)(scope, receive, send)
         finally:
-            self._buffered_bytes -= len(body)
-
-    async def _read_body(self, request: Request, body: bytearray) -> None:
-        try:
-            async with asyncio.timeout(self._body_timeout_s):
-                async for chunk in request.stream():
-                    body += chunk
-                    self._buffered_bytes += len(chunk)
-                    if len(body) > self._max_body_bytes:
-                        limit = f"it must have at most {self._max_body_bytes} bytes"
-                        raise HTTPException(413, f"Failed to buffer the request body: {limit}")
-                    if self._buffered_bytes > self._max_buffered_bytes:
-                        raise BusyError("the ingress holds too many request bodies; try again")
-        except TimeoutError:
-            raise HTTPException(408, f"the body did not arrive within {self._body_timeout_s:g} s") from None
+            self._buffered_bytes -= num_bytes
 
     # --- Responses ----------------------------------------------------------------------------------------------------
 
-    async def _respond(self, request: Request, body: bytearray, send: Send) -> None:
+    async def _respond(self, request: Request, body: bytes, send: Send) -> None:
         """Forward a request to a replica. Retry on another replica if the first replica disconnects before it responds,
         or cannot serve the adapter.
         """
@@ -183,11 +173,11 @@ class Ingress:
                     logger.warning("replica %s disconnected, retrying: %s", replica, error)
                 tried.append(replica)
         if rejection is None:
-            raise EngineError(f"no replica is available: {len(set(tried))} disconnected", retry_after_s=1.0)
+            raise EngineError(f"no replica is available: {len(set(tried))} disconnected", RETRY_AFTER_S)
         await _send_response(send, *rejection)
 
     def _forward(
-        self, address: str, request: Request, body: bytearray
+        self, address: str, request: Request, body: bytes
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         """Send a request to a replica. Exiting the context early closes the connection, which aborts the request."""
         headers = CIMultiDict(pair for pair in request.headers.items() if pair[0].lower() not in NOT_FORWARDED_HEADERS)
@@ -224,7 +214,7 @@ class Ingress:
                 yield selection
         except (TimeoutError, RayServeException, ray.exceptions.RayError) as error:
             reason = "timeout" if isinstance(error, TimeoutError) else type(error).__name__
-            raise EngineError(f"no replica is available: {reason}", retry_after_s=1.0) from error
+            raise EngineError(f"no replica is available: {reason}", RETRY_AFTER_S) from error
 
     # --- Registry -------------------------------------------------------------------------------------------------
 
@@ -234,19 +224,21 @@ class Ingress:
             async with asyncio.timeout(REGISTRY_TIMEOUT_S):
                 return dict(await self._registry.members.remote())
         except (TimeoutError, ray.exceptions.RayError) as error:
-            raise RegistryError("the adapter registry is unavailable, and no adapter was changed; try again") from error
+            raise EngineError(
+                "the adapter registry is unavailable, and no adapter was changed; try again", RETRY_AFTER_S
+            ) from error
 
-    async def _record_change(self, body: bytearray, change: str, replica: str) -> Headers:
+    async def _record_change(self, body: bytes, change: str, replica: str) -> Headers:
         """Record an adapter change and wait until all replicas apply it. Return additional response headers."""
         try:
             async with asyncio.timeout(CONFIRM_TIMEOUT_S + REGISTRY_TIMEOUT_S):
                 late = await self._registry.record.remote(AdapterChange(**json.loads(change)), replica)
         except (TimeoutError, ray.exceptions.RayError) as error:
             message = "the adapter registry failed during the change; some replicas may not have applied it; try again"
-            raise RegistryError(message) from error
+            raise EngineError(message, RETRY_AFTER_S) from error
         if late:
             names = ", ".join(late)
-            raise RegistryError(f"these replicas have not confirmed the change yet: {names}")
+            raise EngineError(f"these replicas have not confirmed the change yet: {names}", RETRY_AFTER_S)
         return [(b"x-lorax-note", TOKEN_NOTE)] if json.loads(body).get("api_token") else []
 
     async def _merge_metrics(self, request: Request) -> str:
@@ -256,7 +248,7 @@ class Ingress:
 
     async def _scrape(self, address: str, request: Request) -> str:
         try:
-            async with asyncio.timeout(SCRAPE_TIMEOUT_S), self._forward(address, request, bytearray()) as response:
+            async with asyncio.timeout(SCRAPE_TIMEOUT_S), self._forward(address, request, b"") as response:
                 return await response.text()
         except DISCONNECT_ERRORS:
             return ""  # skip this replica and return the metrics of the others
@@ -299,7 +291,7 @@ async def _read_events(response: aiohttp.ClientResponse, path: str) -> AsyncIter
     except DISCONNECT_ERRORS:
         if not has_started:
             raise
-        error = EngineError("the replica disconnected; send the request again", retry_after_s=1.0)
+        error = EngineError("the replica disconnected; send the request again", RETRY_AFTER_S)
         yield encode_event(make_error_response(error, path).body(path))
 
 

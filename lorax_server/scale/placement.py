@@ -35,8 +35,7 @@ class ReplicaReport(NamedTuple):
     host: Set[int] = frozenset()
     disk: Set[int] = frozenset()
     broken: Set[int] = frozenset()  # adapters that could not be loaded
-    capacity: int | None = None  # number of adapters that fit on the device, or None if unknown
-    is_draining: bool = False
+    is_full: bool = False  # True if an adapter must be evicted before another adapter is loaded to the device
 
 
 @dataclass(eq=False)
@@ -61,10 +60,9 @@ class ReplicaView:
 
     def load_cost(self, adapter: int) -> int:
         """Return the relative cost of loading an adapter to the device. A full device must evict another adapter."""
-        has_space = self.report.capacity is None or len(self.device) < self.report.capacity
         if adapter in self.report.host:
-            return 0 if has_space else 1
-        return (2 if adapter in self.report.disk else 3) if has_space else 4
+            return int(self.report.is_full)
+        return 4 if self.report.is_full else 2 if adapter in self.report.disk else 3
 
 
 def hash_name(name: str) -> int:
@@ -111,16 +109,14 @@ class ReplicaChooser:
         view.sent = {adapter: at for adapter, at in view.sent.items() if now - at < SENT_ADAPTER_EXPIRY_S}
         view.device = {*report.device, *view.sent} - report.broken
 
-    def choose(self, key: RoutingKey, now: float, failed_replicas: Collection[str] = ()) -> str | None:
-        """Return the name of the replica for a request, or None if all replicas are draining.
+    def choose(self, key: RoutingKey, now: float, failed_replicas: Collection[str] = ()) -> str:
+        """Return the name of the replica for a request.
 
         `failed_replicas` could not serve this request. They are chosen only if no other replica is left.
         """
-        available = [view for view in self.views.values() if not view.report.is_draining]
-        if not available:
-            return None
-        candidates = [view for view in available if view.name not in failed_replicas] or available
-        mean = sum(view.load for view in available) / len(available)
+        views = self.views.values()
+        candidates = [view for view in views if view.name not in failed_replicas] or [*views]
+        mean = sum(view.load for view in views) / len(views)
         if not key.adapter:
             return _choose_by_prefix(key.prefix, candidates, mean).name
         self._shares.count(key.adapter)

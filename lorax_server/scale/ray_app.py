@@ -21,7 +21,6 @@ from lorax_server.errors import ConfigError
 from lorax_server.scale.ingress import Ingress
 from lorax_server.scale.ray_router import AdapterRouter
 from lorax_server.scale.replica import ServerReplica
-from lorax_server.scale.server_process import ServerOptions
 from lorax_server.server.access.model_names import list_base_names
 
 REPORT_INTERVAL_S = 1.0  # between routing reports
@@ -56,7 +55,7 @@ class ScaleConfig(Settings):
 def build(arguments: Mapping[str, Any]) -> serve.Application:
     """Build the application from `serve run` arguments or `args` in a Serve config file."""
     scale, flags = read_arguments(arguments)
-    return build_application(scale, ServerOptions(flags))
+    return build_application(scale, flags)
 
 
 def read_arguments(arguments: Mapping[str, Any]) -> tuple[ScaleConfig, list[str]]:
@@ -73,11 +72,11 @@ def read_arguments(arguments: Mapping[str, Any]) -> tuple[ScaleConfig, list[str]
     return ScaleConfig(**own), flags
 
 
-def build_application(scale: ScaleConfig, options: ServerOptions) -> serve.Application:
+def build_application(scale: ScaleConfig, flags: list[str]) -> serve.Application:
     """Build the application. All flags are checked before a replica starts."""
-    parsed = parse(list(options.flags), os.environ, "serve")
+    parsed = parse(flags, os.environ, "serve")
     config = parsed.make_config(None)
-    servers = _make_server_deployment(scale, parsed, config).bind(options, scale.name, __version__, scale.host)
+    servers = _make_server_deployment(scale, parsed, config).bind(flags, scale.name, __version__, scale.host)
     ingress = serve.deployment(serve.ingress()(Ingress)).options(
         name="ingress",
         num_replicas=scale.ingresses,

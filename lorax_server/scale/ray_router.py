@@ -41,20 +41,15 @@ class AdapterRouter(RequestRouter):  # type: ignore[misc] # Ray is untyped
         for name, replica in by_name.items():
             self._chooser.set_load(name, self.replica_queue_len_cache.get(replica.replica_id) or 0)
         chosen = self._chooser.choose(RoutingKey(*key), time.monotonic(), failed_replicas)
-        if chosen is None:
-            return []  # all replicas are draining; Ray retries when the replicas change
         self.on_send_request(by_name[chosen].replica_id)  # count the request before Ray updates its queue length
-        views = self._chooser.views.items()
-        others = [
-            name for name, view in views if not view.report.is_draining and name not in (chosen, *failed_replicas)
-        ]
-        return [[by_name[chosen]], [by_name[name] for name in others]]
+        others = [replica for name, replica in by_name.items() if name not in (chosen, *failed_replicas)]
+        return [[by_name[chosen]], others]
 
 
-def pack_report(names: dict[str, list[str]], capacity: int | None, is_draining: bool) -> dict[str, Any]:
+def pack_report(names: dict[str, list[str]], is_full: bool = False) -> dict[str, Any]:
     """Encode a report for Ray. Hashes are sorted, because Ray compares reports by `str()`."""
     tiers = {tier: sorted(map(hash_name, set(names.get(tier, ())[:MAX_REPORTED]))) for tier in TIERS}
-    return {**tiers, "capacity": capacity, "is_draining": is_draining}
+    return {**tiers, "is_full": is_full}
 
 
 def unpack_report(report: dict[str, Any]) -> ReplicaReport:

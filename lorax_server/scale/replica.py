@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -19,7 +19,7 @@ from lorax_server.scale.change_registry import (
     get_or_create_secret,
 )
 from lorax_server.scale.ray_router import pack_report
-from lorax_server.scale.server_process import ReplicaError, ServerOptions, ServerProcess
+from lorax_server.scale.server_process import ReplicaError, ServerProcess
 
 logger = logging.getLogger(__name__)
 
@@ -30,13 +30,12 @@ WATCH_INTERVAL_S = 0.2
 class ServerReplica:
     """The Ray actor for one replica. Requests bypass the actor and go directly to the server process."""
 
-    async def __init__(self, options: ServerOptions, app: str, version: str, host: str = "") -> None:  # type: ignore[misc] # Ray awaits it
+    async def __init__(self, flags: Sequence[str], app: str, version: str, host: str = "") -> None:  # type: ignore[misc] # Ray awaits it
         check_version(version)
         self._name = serve.get_replica_context().replica_id.unique_id
         secret = await asyncio.to_thread(get_or_create_secret, app)
-        self._server = ServerProcess(options, host or ray.util.get_node_ip_address(), secret)
+        self._server = ServerProcess(flags, host or ray.util.get_node_ip_address(), secret)
         self._confirmed = 0  # version of the last adapter change that the server has applied
-        self._max_on_device = 0  # highest number of adapters on the device so far
         self._tasks: list[asyncio.Task[None]] = []
         try:
             await self._server.wait_until_ready()
@@ -59,10 +58,7 @@ class ServerReplica:
     async def record_routing_stats(self) -> dict[str, Any]:
         """Return the adapters in each tier, which the request routers need."""
         state = await self._server.read_state()
-        self._max_on_device = max(self._max_on_device, state["on_device"])
-        # The device capacity is unknown until the first eviction.
-        capacity = self._max_on_device if state["evictions"] else None
-        return pack_report(state["names"], capacity, state["is_draining"])
+        return pack_report(state["names"], is_full=state["evictions"] > 0)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the number of waiting requests and the number of tokens in running sequences.
@@ -75,8 +71,6 @@ class ServerReplica:
     async def __del__(self) -> None:
         for task in getattr(self, "_tasks", ()):
             task.cancel()
-        if hasattr(self, "_registry"):
-            self._registry.leave.remote(self._name)
         if hasattr(self, "_server"):
             await self._server.stop()
 

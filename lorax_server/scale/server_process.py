@@ -10,7 +10,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import aiohttp
 
@@ -27,17 +27,10 @@ class ReplicaError(LoraxError):
     """Raised if the server process could not start, has stopped, or rejected a request."""
 
 
-class ServerOptions(NamedTuple):
-    """The flags and the working directory for `lorax serve`."""
-
-    flags: Sequence[str]
-    folder: str | None = None
-
-
 class ServerProcess:
     """A running server process and a client for its control routes."""
 
-    def __init__(self, options: ServerOptions, host: str, secret: str) -> None:
+    def __init__(self, flags: Sequence[str], host: str, secret: str) -> None:
         self.port = find_port(host)
         self.address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
         self._log_lines: deque[str] = deque(maxlen=MAX_LOG_LINES)
@@ -48,12 +41,11 @@ class ServerProcess:
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            cwd=options.folder,
             start_new_session=True,
         )
         assert self._process.stdin is not None
         assert self._process.stderr is not None
-        flags = [*options.flags, f"--hostname={host}", f"--port={self.port}"]  # these override earlier flags
+        flags = [*flags, f"--hostname={host}", f"--port={self.port}"]  # these override earlier flags
         self._process.stdin.write(json.dumps({"flags": flags, "secret": secret}) + "\n")
         self._process.stdin.flush()
         threading.Thread(target=self._copy_log, args=(self._process.stderr,), daemon=True).start()
@@ -109,11 +101,10 @@ class ServerProcess:
             aiohttp.ClientSession(f"http://{self.address}", headers=self._headers, timeout=timeout) as session,
             session.request(method, path, json=body) as response,
         ):
-            content = await response.read()
             if response.status != 200:
-                text = content.decode(errors="replace")[:500]
+                text = (await response.text(errors="replace"))[:500]
                 raise ReplicaError(f"the replica's server responded with status {response.status}: {text}")
-            return content
+            return await response.read()
 
 
 def find_port(host: str) -> int:

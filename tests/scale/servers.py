@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from lorax_server.scale.change_registry import ChangeRegistry
-from lorax_server.scale.server_process import ServerOptions, ServerProcess
+from lorax_server.scale.server_process import ServerProcess
 from tests.adapters.sources.hub_server import HubServer, Repo
 from tests.adapters.sources.server import running
 from tests.demo.server import FOLDER
@@ -70,7 +70,7 @@ def _start(folder: Path, hub: str, *names: str) -> ServerProcess:
         "huggingface-hub-cache": folder / "cache",
         "keys-file": folder.parent / "keys.toml",
     }
-    return ServerProcess(ServerOptions([f"--{flag}={value}" for flag, value in flags.items()]), "127.0.0.1", SECRET)
+    return ServerProcess([f"--{flag}={value}" for flag, value in flags.items()], "127.0.0.1", SECRET)
 
 
 async def _wait(pair: Pair) -> None:

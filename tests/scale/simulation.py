@@ -135,11 +135,11 @@ class Simulation:
 
     def _report(self) -> None:
         for name, device in self.devices.items():
-            self.placement.set_report(name, ReplicaReport(device.adapters.keys(), capacity=device.capacity), self.now)
+            self.placement.set_report(
+                name, ReplicaReport(device.adapters.keys(), is_full=len(device.adapters) == device.capacity), self.now
+            )
 
     def _choose_replica(self, adapter: int) -> str:
         if self.is_random:
             return self.random.choice(list(self.devices))
-        chosen = self.placement.choose(RoutingKey(adapter), self.now)
-        assert chosen is not None
-        return chosen
+        return self.placement.choose(RoutingKey(adapter), self.now)

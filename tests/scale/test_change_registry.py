@@ -141,7 +141,7 @@ def test_later_load_replaces_earlier_across_restart() -> None:
         again = RegistryFixture(registry_fixture.stored)
         kept = await again.registry.join("b", 0, "b:1")
         assert kept == [RegistryEntry(3, load("z", "my-x")), RegistryEntry(4, unload("y"))]
-        await again.registry.leave("b")
+        again.clock.now = LEASE_S + 1
         await again.registry.record(load("w"))
         last = RegistryFixture(again.stored)
         assert [entry.version for entry in await last.registry.join("c", 0, "c:1")] == [3, 4, 5]

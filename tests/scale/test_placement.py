@@ -29,9 +29,7 @@ def placement() -> ReplicaChooser:
 
 def choose(placement: ReplicaChooser, adapter: str, prefix: str = "", now: float = 0.0, **options: Any) -> str:
     key = RoutingKey(hash_name(adapter) if adapter else 0, hash_name(prefix) if prefix else 0)
-    chosen = placement.choose(key, now, **options)
-    assert chosen is not None
-    return chosen
+    return placement.choose(key, now, **options)
 
 
 def test_routers_without_reports_agree_and_balance(placement: ReplicaChooser) -> None:
@@ -77,10 +75,10 @@ def renewed(names: list[str], **tiers: str) -> ReplicaChooser:
 
 def test_device_with_free_space_is_preferred(placement: ReplicaChooser) -> None:
     first, second, *_ = placement.rank(hash_name("x"))
-    placement.set_report(first, ReplicaReport(device={1, 2}, capacity=2), 0)
+    placement.set_report(first, ReplicaReport(device={1, 2}, is_full=True), 0)
     assert choose(placement, "x") == second
     for name in REPLICAS:
-        placement.set_report(name, ReplicaReport(device={1, 2}, capacity=2), 100)
+        placement.set_report(name, ReplicaReport(device={1, 2}, is_full=True), 100)
     assert choose(placement, "x", now=100) == first
 
 
@@ -95,16 +93,13 @@ def test_routed_adapter_counts_as_loaded_until_next_report(placement: ReplicaCho
     assert choose(placement, "x", now=100) == first
 
 
-def test_draining_and_failed_replicas_are_avoided(placement: ReplicaChooser) -> None:
+def test_failed_replicas_are_avoided(placement: ReplicaChooser) -> None:
     adapter = hash_name("x")
-    first, second, third, _ = placement.rank(adapter)
-    placement.set_report(first, ReplicaReport(device={adapter}, is_draining=True), 0)
-    assert choose(placement, "x") == second
-    assert choose(placement, "x", failed_replicas={second}) == third
-    assert choose(placement, "", "text", failed_replicas={second, third}) not in {first, second, third}
-    for name in REPLICAS:
-        placement.set_report(name, ReplicaReport(is_draining=True), 0)
-    assert placement.choose(RoutingKey(adapter), 0) is None
+    first, second, third, last = placement.rank(adapter)
+    placement.set_report(first, ReplicaReport(device={adapter}), 0)
+    assert choose(placement, "x", failed_replicas={first}) == second
+    assert choose(placement, "x", failed_replicas={first, second}) == third
+    assert choose(placement, "", "text", failed_replicas={first, second, third}) == last
 
 
 def test_replica_with_broken_adapter_is_chosen_last(placement: ReplicaChooser) -> None:
@@ -155,10 +150,6 @@ def test_equal_prefixes_share_replica_unless_overloaded(placement: ReplicaChoose
     placement.set_load(first, 50)
     assert choose(placement, "", "0") != first
     assert choose(placement, "") != first  # without a prefix: the least loaded replica
-
-
-def test_choose_without_replicas_returns_none() -> None:
-    assert ReplicaChooser().choose(RoutingKey(1), 0) is None
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ DEPLOYMENT = DeploymentID("servers", "lorax")
 NAMES = ("a", "b", "c")
 
 
-def make_replica(name: str, device: Sequence[str] = (), is_draining: bool = False) -> Any:
+def make_replica(name: str, device: Sequence[str] = ()) -> Any:
     """Return a replica that reports these adapters on its device."""
-    report = pack_report({"device": list(device)}, None, is_draining)
+    report = pack_report({"device": list(device)})
     return SimpleNamespace(replica_id=ReplicaID(name, DEPLOYMENT), routing_stats=report)
 
 
@@ -61,9 +61,3 @@ def test_failed_replicas_are_avoided(router: Any) -> None:
     router.update_replicas(replicas)
     first, second, third = ranked("poet")
     assert choose(router, replicas, RoutingKey(hash_name("poet")), [first]) == [[second], [third]]
-
-
-def test_draining_replicas_get_no_requests(router: Any) -> None:
-    replicas = [make_replica(name, is_draining=True) for name in NAMES]
-    router.update_replicas(replicas)
-    assert choose(router, replicas, RoutingKey(hash_name("poet")), ()) == []

@@ -12,7 +12,6 @@ from lorax_server import __version__
 from lorax_server.scale import replica as module
 from lorax_server.scale.change_registry import MissedUnloadError
 from lorax_server.scale.replica import ServerReplica
-from lorax_server.scale.server_process import ServerOptions
 
 
 class RunningServer:
@@ -41,9 +40,6 @@ class Registry:
         await asyncio.sleep(0)
         raise MissedUnloadError("100 unloads behind")
 
-    def call_leave(self, *_: Any) -> None:
-        pass
-
 
 class Replica(ServerReplica):
     """A replica that the test closes; Ray awaits `__del__`."""
@@ -65,7 +61,7 @@ def test_replica_exits_after_missed_unload(monkeypatch: pytest.MonkeyPatch) -> N
         codes = asyncio.Queue[int]()
         monkeypatch.setattr(os, "_exit", codes.put_nowait)
         replica: Any = Replica.__new__(Replica)
-        await replica.__init__(ServerOptions([]), "app", __version__, "127.0.0.1")
+        await replica.__init__([], "app", __version__, "127.0.0.1")
         assert await codes.get() == 1
         await replica.close()
 

@@ -39,7 +39,7 @@ def find_methods(path: str, routes: Sequence[BaseRoute]) -> set[str]:
     return methods | {"HEAD"} if "GET" in methods else methods
 
 
-class _RejectedError(Exception):
+class RejectedError(Exception):
     """Raised to reject a request before it reaches a route."""
 
     def __init__(self, error_response: ErrorResponse) -> None:
@@ -87,7 +87,7 @@ class RequestMiddleware:
             scope = {**scope, "method": "GET"}  # uvicorn still sees HEAD and sends no body
         try:
             await self._handle(scope, headers, record, receive, send_with_id)
-        except _RejectedError as rejected:
+        except RejectedError as rejected:
             await self._reject(record, rejected.error_response, receive, send_with_id)
         finally:
             self._service.audit_log.log_finished(record, state.get("admin_action"))
@@ -105,10 +105,10 @@ class RequestMiddleware:
                 key = scope["state"]["key"] = self._service.identify(headers)
                 record.key = key.name
             except LoraxError as error:
-                raise _RejectedError(make_error_response(error, path)) from None
+                raise RejectedError(make_error_response(error, path)) from None
         if has_route and method == "POST":
             self._check_body_headers(headers)
-            body = await self._read_body(receive)
+            body = await read_body(receive, self._max_body_bytes, self._body_timeout_s)
             if body is None:
                 return  # the client disconnected
             receive = _replay_body(body, receive)
@@ -127,42 +127,20 @@ class RequestMiddleware:
     def _check_headers(self, headers: Headers) -> None:
         for name in SINGLE_VALUE_HEADERS:
             if len(headers.getlist(name)) > 1:
-                raise _RejectedError(make_http_error(400, f"the header `{name.title()}` must not be repeated"))
+                raise RejectedError(make_http_error(400, f"the header `{name.title()}` must not be repeated"))
         if not self._hosts.is_allowed(headers.get("host", "localhost")):  # browsers always send this header
             message = f"the host {headers['host'][:64]!r} is not allowed; allow it with --allowed-host"
-            raise _RejectedError(ErrorResponse(403, "permission", message))
+            raise RejectedError(ErrorResponse(403, "permission", message))
 
     def _check_body_headers(self, headers: Headers) -> None:
         if not JSON_CONTENT_TYPE.fullmatch(headers.get("content-type", "")):
-            raise _RejectedError(make_http_error(415, "Expected request with `Content-Type: application/json`"))
+            raise RejectedError(make_http_error(415, "Expected request with `Content-Type: application/json`"))
         if headers.get("content-encoding", "identity").strip().lower() not in ("identity", ""):
             accepted = {"accept-encoding": "identity"}
-            raise _RejectedError(make_http_error(415, "Expected request without `Content-Encoding`", accepted))
+            raise RejectedError(make_http_error(415, "Expected request without `Content-Encoding`", accepted))
         length = headers.get("content-length", "")
         if length.isdigit():
-            self._check_size(int(length[:20]))
-
-    def _check_size(self, size: int) -> None:
-        if size > self._max_body_bytes:
-            message = f"Failed to buffer the request body: it must be at most {self._max_body_bytes} bytes"
-            raise _RejectedError(make_http_error(413, message))
-
-    async def _read_body(self, receive: Receive) -> bytes | None:
-        """Return the body, or None if the client disconnected."""
-        body = bytearray()
-        try:
-            async with asyncio.timeout(self._body_timeout_s):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        return None
-                    body += message.get("body", b"")
-                    self._check_size(len(body))
-                    if not message.get("more_body", False):
-                        return bytes(body)
-        except TimeoutError:
-            error_response = make_http_error(408, f"the body did not arrive within {self._body_timeout_s:g} s")
-            raise _RejectedError(error_response) from None
+            _check_size(int(length[:20]), self._max_body_bytes)
 
     async def _reject(self, record: RequestRecord, error_response: ErrorResponse, receive: Receive, send: Send) -> None:
         """Send the error response, then read and discard the rest of the body for a short time.
@@ -184,6 +162,30 @@ def _make_record(scope: Scope, headers: Headers) -> RequestRecord:
     if not REQUEST_ID_PATTERN.fullmatch(request_id):
         request_id = uuid.uuid4().hex
     return RequestRecord(request_id, scope["path"], status=0, address=(scope.get("client") or ("",))[0])
+
+
+async def read_body(receive: Receive, max_bytes: int, timeout_s: float) -> bytes | None:
+    """Return the body, or None if the client disconnected. Raise `RejectedError` if the body exceeds a limit."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return None
+                body += message.get("body", b"")
+                _check_size(len(body), max_bytes)
+                if not message.get("more_body", False):
+                    return bytes(body)
+    except TimeoutError:
+        error_response = make_http_error(408, f"the body did not arrive within {timeout_s:g} s")
+        raise RejectedError(error_response) from None
+
+
+def _check_size(size: int, max_bytes: int) -> None:
+    if size > max_bytes:
+        message = f"Failed to buffer the request body: it must be at most {max_bytes} bytes"
+        raise RejectedError(make_http_error(413, message))
 
 
 async def discard_body(receive: Receive) -> None:

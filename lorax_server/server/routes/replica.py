@@ -47,11 +47,9 @@ def make_control_app(service: Service) -> Starlette:
         """Return the load for the autoscaler, and the adapters in each tier for the request router."""
         status, info = await service.engine.status(), service.engine.info
         content = {
-            "is_draining": service.is_draining,
             "running": status.running,
             "waiting": status.waiting + status.waiting_for_adapters,
             "tokens": (status.num_blocks - status.free_blocks) * info.block_size,
-            "on_device": status.adapters_on_device,
             "evictions": status.adapters_evicted_from_device,
             "names": await _list_names_by_tier(service),
         }

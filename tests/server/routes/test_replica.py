@@ -62,12 +62,7 @@ def test_state_lists_adapters_for_router(shared: ReplicaRoutes) -> None:
     state = shared.request("GET", "/replica/state")
     assert state.status == 200
     assert state.json["names"] == {"device": ["poet"]}
-    assert (state.json["running"], state.json["waiting"], state.json["is_draining"]) == (2, 4, False)
-    shared.service.is_draining = True
-    try:
-        assert shared.request("GET", "/replica/state").json["is_draining"]
-    finally:
-        shared.service.is_draining = False
+    assert (state.json["running"], state.json["waiting"]) == (2, 4)
 
 
 def test_remote_changes_are_applied(shared: ReplicaRoutes) -> None:
