@@ -18,19 +18,6 @@ MAX_GBNF_CHARACTERS = 2**14  # the converter takes 25 us per character
 MAX_GBNF_STEPS = 2**20  # characters times rules: the converter's second pass, which takes up to a second
 MIN_ONE_OF_STEPS = 1000  # plus one per character of the schema
 MAX_CHOICES = 1000
-# Rules and groups in a user's grammar. llguidance compiles both by recursion, with up to 3.2 KB of stack for each, so
-# a chain of all of them that ends in the deepest JSON schema fits the trial compile's 4 MiB stack.
-MAX_RULES = 800
-
-# Strings, regexes, comments and special tokens hide rules and groups. They also match if the closing delimiter is
-# missing: such a grammar does not compile, and searching for the delimiter from each start takes quadratic time.
-LARK_TOKEN_PATTERN = re.compile(
-    r'(?P<hidden>"(?:\\.|[^"\\])*"?|(?:#|//)[^\n]*|/(?:\\.|[^/\\])*/?|<[^<>\s]+>)'
-    r"|(?P<json>%json\s*)"
-    r"|(?P<rule>^[ \t]*[!?_]*[A-Za-z][\w-]*[ \t]*[:\[{.]|[(\[])",
-    re.DOTALL | re.MULTILINE,
-)
-JSON_DECODER = json.JSONDecoder()
 # A regex that matches only JSON whitespace: its characters, groups, classes, alternatives and quantifiers.
 WHITESPACE_PATTERN = re.compile(r"([ \n\r\t\[\]()|*+?]|\\[nrt]|\{\d+(,\d*)?\})*", re.ASCII)
 
@@ -103,9 +90,7 @@ def from_grammar(text: str) -> Structure:
     _check_grammar_size(text)
     if not text.strip():
         raise InputError("the grammar is empty")
-    grammar = _convert_gbnf(text) if "::=" in text else text
-    _check_rules(grammar)
-    return _make_structure(grammar)
+    return _make_structure(_convert_gbnf(text) if "::=" in text else text)
 
 
 def _convert_gbnf(text: str) -> str:
@@ -125,22 +110,6 @@ def _convert_gbnf(text: str) -> str:
         return str(gbnf_to_lark(text))
     except Exception as error:  # the converter raises many types of errors
         raise InputError(f"the GBNF grammar cannot be parsed: {str(error)[:500] or type(error).__name__}") from error
-
-
-def _check_rules(grammar: str) -> None:
-    """Reject a Lark grammar with too many rules and groups, or with a JSON schema that is nested too deeply."""
-    num_rules, position = 0, 0
-    while (match := LARK_TOKEN_PATTERN.search(grammar, position)) is not None:
-        position = match.end()
-        num_rules += match.lastgroup == "rule"
-        if num_rules > MAX_RULES:
-            raise InputError(f"the grammar has more than {MAX_RULES} rules and groups; make it smaller")
-        if match.lastgroup == "json":
-            try:
-                schema, position = JSON_DECODER.raw_decode(grammar, position)
-            except (ValueError, RecursionError) as error:
-                raise InputError(f"the JSON schema in the grammar is not valid JSON: {error}") from error
-            check_depth(schema if isinstance(schema, Mapping) else {})
 
 
 def _make_structure(grammar: str) -> Structure:

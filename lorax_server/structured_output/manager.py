@@ -143,7 +143,10 @@ class StructuredOutput:
             fast_forward_below = 0
         key = "" if request.vocabulary is None else request.vocabulary.digest, request.structure.grammar
         completion = _GrammarRequest(request, key, fast_forward_below)
-        evicted = self._vocabularies.acquire(request.vocabulary, request.request_id, request.tenant)
+        evicted = None
+        if request.vocabulary is not None:
+            in_use = [(each.key[0], each.request.tenant) for each in self._grammar_requests.values()]
+            evicted = self._vocabularies.add(request.vocabulary, request.tenant, in_use)
         self._grammar_requests[request.request_id] = completion
         with self._condition:
             for stale in [other for other in self._cache if other[0] == evicted]:
@@ -195,7 +198,6 @@ class StructuredOutput:
         """Remove a request in any state."""
         completion = self._grammar_requests.pop(request_id, None)
         if completion is not None:
-            self._vocabularies.release(completion.key[0], request_id)
             with self._condition:
                 if (cached := self._cache.get(completion.key)) is not None:
                     self._store(completion.key, cached)  # update its weight

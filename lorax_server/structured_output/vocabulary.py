@@ -1,13 +1,13 @@
 """Vocabularies in the form that llguidance needs, and a cache for vocabularies in use."""
 
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from functools import cache
 from weakref import WeakMethod
 
 import numpy as np
 import numpy.typing as npt
+from cachetools import TTLCache
 
 from lorax_server.errors import BusyError, LoraxError, NotSupportedError, OverloadedError
 from lorax_server.types import TokenTable
@@ -117,92 +117,59 @@ class _LLGuidanceTokens:
         return [] if encode is None else encode(text)
 
 
-@dataclass
-class _CachedVocabulary:
-    table: TokenTable | None = None  # None: the base model's
-    vocabulary: Vocabulary | None = None
-    failure: str = ""  # why the vocabulary cannot be built
-    retry_at: float = 0.0
-    tenants: dict[int, str] = field(default_factory=dict)  # by request
-
-    def check_failure(self) -> None:
-        """Raise NotSupportedError if the last build failed and `retry_at` has not been reached."""
-        if self.failure and time.monotonic() < self.retry_at:
-            raise NotSupportedError(self.failure)
-
-
 class VocabularyCache:
     """A cache for the base model's vocabulary and recently used adapter vocabularies.
 
-    The engine's thread calls `acquire` and `release`, the compile thread calls `find`.
+    The engine's thread calls `add`, the compile thread calls `find`.
     """
 
     def __init__(self, build_base: Callable[[], Vocabulary]) -> None:
-        self._build_base = build_base
         # By digest, least recently used first. "" is the base model's.
-        self._entries = OrderedDict({"": _CachedVocabulary()})
+        self._builders = OrderedDict({"": cache(build_base)})
+        self._failures: TTLCache[str, NotSupportedError] = TTLCache(MAX_VOCABULARIES, RETRY_S)
 
-    def acquire(self, table: TokenTable | None, request_id: int, tenant: str) -> str | None:
-        """Reserve a vocabulary for a request. If this evicts another vocabulary, return its digest, otherwise None.
+    def add(self, table: TokenTable, tenant: str, in_use: Collection[tuple[str, str]]) -> str | None:
+        """Add an adapter's vocabulary for a request. If this evicts another vocabulary, return its digest.
 
-        Raise if the vocabulary cannot be built, or if a limit is reached.
+        `in_use` contains the vocabulary digests and the tenants of all running requests. Raise if a limit is reached.
         """
-        evicted = None
-        digest = "" if table is None else table.digest
-        entry = self._entries.get(digest)
-        if entry is not None:
-            entry.check_failure()
-        if table is not None:
-            if entry is None or tenant not in entry.tenants.values():
-                self._check_tenant(tenant)
-            if entry is None:
-                evicted = self._evict()
-            self._entries.setdefault(digest, _CachedVocabulary(table))
-            self._entries.move_to_end(digest)  # never remove the entry, since `find` may run at the same time
-        self._entries[digest].tenants[request_id] = tenant
-        return evicted
-
-    def release(self, digest: str, request_id: int) -> None:
-        if (entry := self._entries.get(digest)) is not None:
-            entry.tenants.pop(request_id, None)
-
-    def find(self, digest: str) -> Vocabulary:
-        """Return the vocabulary with this digest, and build it if necessary."""
-        entry = self._entries.get(digest)
-        if entry is None:  # evicted after its request ended
-            raise BusyError("the adapter's vocabulary was evicted; retry")
-        entry.check_failure()
-        if entry.vocabulary is None:
-            try:
-                if entry.table is None:
-                    entry.vocabulary = self._build_base()
-                else:
-                    entry.vocabulary = self.find("").build_adapter_vocabulary(entry.table)
-            except BaseException as error:  # including Rust panics
-                reason = f"structured output is not supported with this tokenizer: {type(error).__name__}: {error}"
-                entry.failure = str(error) if isinstance(error, LoraxError) else reason[:400]
-                entry.retry_at = time.monotonic() + RETRY_S
-                raise NotSupportedError(entry.failure) from error
-        return entry.vocabulary
-
-    def _check_tenant(self, tenant: str) -> None:
-        count = sum(tenant in entry.tenants.values() for digest, entry in self._entries.items() if digest)
-        if tenant and count >= MAX_TENANT_VOCABULARIES:  # a script has no tenant
+        num_others = len({digest for digest, user in in_use if user == tenant} - {"", table.digest})
+        if tenant and num_others >= MAX_TENANT_VOCABULARIES:  # a script has no tenant
             raise OverloadedError(
-                f"this client already uses structured output with {count} custom-tokenizer adapters (limit "
+                f"this client already uses structured output with {num_others} custom-tokenizer adapters (limit "
                 f"{MAX_TENANT_VOCABULARIES}); retry later",
                 1.0,
             )
+        evicted = None
+        if table.digest not in self._builders:
+            if len(self._builders) > MAX_VOCABULARIES:
+                evicted = self._evict({"", *(digest for digest, _ in in_use)})
+            self._builders[table.digest] = cache(lambda: self.find("").build_adapter_vocabulary(table))
+        self._builders.move_to_end(table.digest)  # never remove the entry, since `find` may run at the same time
+        return evicted
 
-    def _evict(self) -> str | None:
-        adapters = [digest for digest in self._entries if digest]
-        if len(adapters) < MAX_VOCABULARIES:
-            return None
-        idle = next((digest for digest in adapters if not self._entries[digest].tenants), None)
+    def find(self, digest: str) -> Vocabulary:
+        """Return the vocabulary with this digest, and build it if necessary."""
+        build, failure = self._builders.get(digest), self._failures.get(digest)
+        if build is None:  # evicted after its request ended
+            raise BusyError("the adapter's vocabulary was evicted; retry")
+        if failure is not None:
+            raise failure
+        try:
+            return build()
+        except BaseException as error:  # including Rust panics
+            reason = f"structured output is not supported with this tokenizer: {type(error).__name__}: {error}"
+            failure = NotSupportedError(str(error) if isinstance(error, LoraxError) else reason[:400])
+            self._failures[digest] = failure
+            raise failure from error
+
+    def _evict(self, in_use: Collection[str]) -> str:
+        """Evict the least recently used vocabulary that is not in use."""
+        idle = next((digest for digest in self._builders if digest not in in_use), None)
         if idle is None:
             raise BusyError(
-                f"structured output is already in use with {len(adapters)} custom-tokenizer adapters (limit "
+                f"structured output is already in use with {MAX_VOCABULARIES} custom-tokenizer adapters (limit "
                 f"{MAX_VOCABULARIES}); retry later"
             )
-        del self._entries[idle]
+        del self._builders[idle]
         return idle
