@@ -15,8 +15,9 @@ from lorax_server.errors import ConfigError
 DTYPES = ("float32", "float16", "bfloat16")
 # Values of `quantize` that quantize 16-bit weights while loading. The last three are LoRAX's names.
 WEIGHT_BITS = {"int8": 8, "int4": 4, "bitsandbytes": 8, "eetq": 8, "hqq-4bit": 4}
-ROUNDED_FORMATS = {"bitsandbytes-nf4": "nf4", "bitsandbytes-fp4": "fp4"}  # round 16-bit weights to 4-bit floats
-CHECKPOINT_FORMATS = ("gptq", "awq", "fp8")  # only confirm the format of the checkpoint, as in LoRAX
+# Values that round 16-bit weights to 4-bit or 8-bit floats.
+ROUNDED_FORMATS = {"bitsandbytes-nf4": "nf4", "bitsandbytes-fp4": "fp4", "fp8": "fp8"}
+CHECKPOINT_FORMATS = ("gptq", "awq", "fp8")  # confirm the format of a quantized checkpoint, as in LoRAX
 QUANTIZE_METHODS = ("fp8-kv", *WEIGHT_BITS, *ROUNDED_FORMATS, *CHECKPOINT_FORMATS)
 TASKS = ("auto", "generate", "embed", "classify", "token-classify", "score")
 POOLING_CHOICES = ("cls", "mean", "max", "lasttoken")
@@ -72,8 +73,8 @@ class ModelConfig(Settings):
     device: str = setting("cpu", "cpu, cuda or cuda:<index>; auto uses a GPU if available")
     quantize: str | None = setting(
         None,
-        "int8 or int4 quantizes the weights while loading (CPU only); fp8-kv stores the KV cache as float8; "
-        "bitsandbytes-nf4 rounds the weights as in QLoRA training; see docs/quantization.md for others",
+        "int8, int4 or fp8 quantizes the weights while loading; bitsandbytes-nf4 does so as in QLoRA training; fp8-kv "
+        "stores the KV cache as float8; see docs/quantization.md for others",
     )
     task: str = setting(
         "auto",
@@ -100,8 +101,6 @@ class ModelConfig(Settings):
                 raise ConfigError(f"{name} {value!r} is not supported; use one of {', '.join(choices)}")
         if re.fullmatch(r"cpu|cuda(:\d+)?", self.device) is None:
             raise ConfigError(f"device {self.device!r} is not supported; use cpu, cuda or cuda:<index>")
-        if self.weight_bits is not None and self.device != "cpu":
-            raise ConfigError(f"quantize = {self.quantize} is only supported on CPUs; set device = cpu or omit it")
 
     @property
     def weight_bits(self) -> int | None:
@@ -110,7 +109,7 @@ class ModelConfig(Settings):
 
     @property
     def rounded_format(self) -> str | None:
-        """Return the 4-bit floating-point format that the weights are rounded to while loading, or None."""
+        """Return the floating-point format that 16-bit weights are rounded to while loading, or None."""
         return ROUNDED_FORMATS.get(self.quantize or "")
 
 

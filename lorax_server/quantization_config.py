@@ -22,6 +22,8 @@ class QuantizationConfig:
     method: str  # `quant_method`
     bits: tuple[int, ...]  # bits per integer weight; empty for float formats. Several only for compressed-tensors.
     zero_point_offset: int = 0  # GPTQ: added to the stored zero points
+    is_symmetric: bool = False  # GPTQ: all zero points are half of the range
+    group_size: int | None = None  # GPTQ: inputs per scale; None if unknown
     block_size: tuple[int, int] | None = None  # 8-bit floats: outputs and inputs per scale; None for rows or matrices
 
     @property
@@ -64,7 +66,14 @@ def _read_gptq(stored: Mapping[str, Any]) -> QuantizationConfig:
     for pattern, settings in (stored.get("dynamic") or {}).items():  # settings for the modules with matching names
         if settings.get("bits", bits) != bits:
             raise _unsupported("gptq", f"{settings['bits']} bits for {pattern!r}; use the same bits for all modules")
-    return QuantizationConfig("gptq", (bits,), zero_point_offset=int(layout == "gptq"))
+    group_size = int(stored.get("group_size") or 0)
+    return QuantizationConfig(
+        "gptq",
+        (bits,),
+        zero_point_offset=int(layout == "gptq"),
+        is_symmetric=bool(stored.get("sym", True)),
+        group_size=group_size if group_size > 0 else None,
+    )
 
 
 def _read_awq(stored: Mapping[str, Any]) -> QuantizationConfig:

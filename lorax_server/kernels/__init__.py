@@ -23,7 +23,13 @@ from lorax_server.kernels.ops import (
     StackedMatrices,
     UnrecordableError,
 )
-from lorax_server.kernels.quantized import BlockMatrix, QuantizedMatrix, concat_matrices, quantize_blocks
+from lorax_server.kernels.quantized import (
+    BlockMatrix,
+    QuantizedMatrix,
+    concat_matrices,
+    quantize_blocks,
+    quantize_float8,
+)
 from lorax_server.kernels.select import select_ops
 
 __all__ = [
@@ -52,5 +58,6 @@ __all__ = [
     "UnrecordableError",
     "concat_matrices",
     "quantize_blocks",
+    "quantize_float8",
     "select_ops",
 ]

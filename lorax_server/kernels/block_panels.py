@@ -96,8 +96,11 @@ class BlockPanels(StoredMatrix):
 
 
 def to_block_panels(matrix: BlockMatrix, width: int, bias: int) -> BlockPanels:
-    """Pack a quantized matrix into panels of `width` outputs. `bias` (0 or 128) is added to 8-bit values."""
+    """Pack a quantized matrix without levels into panels of `width` outputs. `bias` (0 or 128) is added to 8-bit
+    values.
+    """
     outputs, inputs = matrix.shape
+    matrix = matrix.convert(matrix.bits, min(matrix.block, PACKED_INPUTS))
     dtypes = {part.dtype for part in matrix.tensors[1:]}
     scale_dtype = torch.float16 if dtypes == {torch.float16} else torch.float32
     layout = BlockFormat(matrix.bits, matrix.block, matrix.offsets is not None, scale_dtype, width, bias)

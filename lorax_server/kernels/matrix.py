@@ -43,8 +43,8 @@ class StoredMatrix(ABC):
         return self.shape[0]
 
     def check_rows(self, rows: torch.Tensor) -> None:
-        """Raise `IndexError` if an index is outside the matrix."""
-        if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < len(self):
+        """Raise `IndexError` if an index is outside the matrix. On GPUs, `index_select` reports it asynchronously."""
+        if not rows.is_cuda and rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < len(self):
             raise IndexError(f"row indices must be in [0, {len(self)}) (got {int(rows.min())} to {int(rows.max())})")
 
     def find_range(self, rows: slice) -> tuple[int, int]:

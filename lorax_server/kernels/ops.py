@@ -83,8 +83,18 @@ class LinearWeights(DerivedCache):
     derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @property
+    def shape(self) -> tuple[int, int]:
+        outputs, inputs = self.weight.shape
+        return outputs, inputs
+
+    @property
+    def is_quantized(self) -> bool:
+        """Return True if the matrix is not a tensor, so that `plain` copies it."""
+        return isinstance(self.weight, StoredMatrix)
+
+    @property
     def plain(self) -> torch.Tensor:
-        """Return the matrix as a tensor (a copy if the matrix is stored in panels)."""
+        """Return the matrix as a tensor (a copy if the matrix is quantized or stored in panels)."""
         return self.weight.read() if isinstance(self.weight, StoredMatrix) else self.weight
 
 
@@ -95,14 +105,14 @@ class ExpertWeights(DerivedCache):
     gate_up: Sequence[LinearWeights]  # one per expert: [2 * inner, hidden]
     down: Sequence[LinearWeights]  # one per expert: [hidden, inner]
     activation: Activation
-    # All gate and up, and all down matrices, as tensors `[experts, outputs, inputs]` and biases `[experts, outputs]`,
-    # for kernels that run several experts in one launch.
+    # All gate and up, and all down matrices, and biases `[experts, outputs]`, for kernels that run several experts in
+    # one launch.
     stacked: tuple["StackedMatrices", "StackedMatrices"] | None = None
     derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
 
 class StackedMatrices(NamedTuple):
-    weight: torch.Tensor
+    weight: torch.Tensor | StoredMatrix  # [experts, outputs, inputs], or quantized: [experts * outputs, inputs]
     bias: torch.Tensor | None
 
 
@@ -493,6 +503,10 @@ class Ops(Protocol):
         The order is: adapter-specific rows replace base rows, LoRA is added, output scale and output bias are
         applied, and rows of added tokens replace the result. Rows for tokens on other ranks stay zero.
         """
+        ...
+
+    def keeps_quantized(self, matrix: QuantizedMatrix) -> bool:
+        """Return False if a quantized matrix must be converted to a tensor when it is loaded."""
         ...
 
     def make_linear(self, weight: torch.Tensor | QuantizedMatrix, bias: torch.Tensor | None) -> LinearWeights:

@@ -4,6 +4,7 @@ Layers treat these matrices like tensors: they slice, shard and concatenate them
 layout for the kernels.
 """
 
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,10 +16,16 @@ import torch.nn.functional as F
 from lorax_server.kernels.matrix import StoredMatrix
 
 PACKED_INPUTS = 32  # inputs per group of packed 4-bit values
+MIN_BLOCK = 16  # inputs per scale
 
 
 class QuantizedMatrix(StoredMatrix):
     """A quantized matrix as loaded from a checkpoint, before `Ops.make_linear` converts it for the kernels."""
+
+    @property
+    @abstractmethod
+    def has_levels(self) -> bool:
+        """Return True if the values are indices into a table of numbers."""
 
     @abstractmethod
     def select_rows(self, rows: torch.Tensor) -> Self:
@@ -42,21 +49,26 @@ class QuantizedMatrix(StoredMatrix):
 
 @dataclass(frozen=True, eq=False)
 class BlockMatrix(QuantizedMatrix):
-    """A matrix of 8-bit or 4-bit integers with a scale per block of consecutive inputs.
+    """A matrix of 8-bit or 4-bit values with a scale per block of consecutive inputs.
 
-    With 8 bits, a weight is `scale * value + offset`. With 4 bits, it is `scale * (value - 8)` without offsets and
-    `scale * value + offset` with offsets, where values are 0 to 15. In each group of 32 inputs, 4-bit byte `i` holds
-    input `i` in its low bits and input `i + 16` in its high bits. All GGUF types can be stored exactly.
+    Without `levels`, the values are integers. With 8 bits, a weight is `scale * value + offset`. With 4 bits, it is
+    `scale * (value - 8)` without offsets and `scale * value + offset` with offsets, where values are 0 to 15. With
+    `levels`, a weight is `scale * levels[value]`. This is how 8-bit floats, nf4 and fp4 are stored.
+
+    In each group of 32 inputs, 4-bit byte `i` holds input `i` in its low bits and input `i + 16` in its high bits. All
+    GGUF types can be stored exactly.
     """
 
-    values: torch.Tensor  # 8 bits: int8 [outputs, inputs]; 4 bits: uint8 [outputs, inputs / 2]
+    values: torch.Tensor  # 8 bits: int8, or uint8 with levels, [outputs, inputs]; 4 bits: uint8 [outputs, inputs / 2]
     scales: torch.Tensor  # [outputs, inputs / block], float16 or float32
-    offsets: torch.Tensor | None  # like `scales`
+    offsets: torch.Tensor | None  # like `scales`; None with levels
     bits: int  # 4 or 8
     dtype: torch.dtype
+    levels: torch.Tensor | None = None  # [2 ** bits] float32
 
     def __post_init__(self) -> None:
-        if self.bits not in (4, 8) or self.block not in (16, 32) or self.inputs % PACKED_INPUTS:
+        is_whole = self.block == MIN_BLOCK or self.block % PACKED_INPUTS == 0
+        if self.bits not in (4, 8) or not is_whole or not self.block or self.inputs % PACKED_INPUTS:
             raise ValueError(
                 f"blocks of {self.block} {self.bits}-bit values with {self.inputs} inputs are not supported"
             )
@@ -82,6 +94,15 @@ class BlockMatrix(QuantizedMatrix):
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return (self.values, self.scales) if self.offsets is None else (self.values, self.scales, self.offsets)
 
+    @property
+    def has_levels(self) -> bool:
+        return self.levels is not None
+
+    def to(self, device: torch.device) -> Self:
+        """Return a copy on a device, or this matrix if it is there already."""
+        parts = {name: getattr(self, name) for name in ("values", "scales", "offsets", "levels")}
+        return replace(self, **{name: each.to(device) for name, each in parts.items() if each is not None})
+
     def __getitem__(self, rows: slice) -> Self:
         start, stop = self.find_range(rows)
         offsets = None if self.offsets is None else self.offsets[start:stop]
@@ -89,16 +110,18 @@ class BlockMatrix(QuantizedMatrix):
 
     def select_rows(self, rows: torch.Tensor) -> Self:
         self.check_rows(rows)
-        offsets = None if self.offsets is None else self.offsets[rows]
-        return replace(self, values=self.values[rows], scales=self.scales[rows], offsets=offsets)
+        values, scales = self.values.index_select(0, rows), self.scales.index_select(0, rows)
+        offsets = None if self.offsets is None else self.offsets.index_select(0, rows)
+        return replace(self, values=values, scales=scales, offsets=offsets)
 
     def select_inputs(self, start: int, stop: int) -> Self:
         if start % PACKED_INPUTS or stop % PACKED_INPUTS:
             raise ValueError(f"inputs {start} to {stop} split a block of {PACKED_INPUTS} quantized weights")
+        matrix = self.convert(self.bits, math.gcd(self.block, start, stop))
         packed = slice(start * self.bits // 8, stop * self.bits // 8)
-        blocks = slice(start // self.block, stop // self.block)
-        offsets = None if self.offsets is None else self.offsets[:, blocks].contiguous()
-        values, scales = self.values[:, packed].contiguous(), self.scales[:, blocks].contiguous()
+        blocks = slice(start // matrix.block, stop // matrix.block)
+        offsets = None if matrix.offsets is None else matrix.offsets[:, blocks].contiguous()
+        values, scales = self.values[:, packed].contiguous(), matrix.scales[:, blocks].contiguous()
         return replace(self, values=values, scales=scales, offsets=offsets)
 
     def pad_rows(self, count: int) -> Self:
@@ -108,18 +131,18 @@ class BlockMatrix(QuantizedMatrix):
 
     @classmethod
     def concat(cls, matrices: Sequence[Self]) -> Self:
-        """Return one matrix with the rows of all matrices. Different formats are converted to a common format without
-        loss.
+        """Return one matrix with the rows of all matrices, which have the same levels. Different formats are converted
+        to a common format without loss.
         """
         if len(matrices) == 1:
             return matrices[0]
-        bits, block = max(each.bits for each in matrices), min(each.block for each in matrices)
-        matrices = [each._convert(bits, block) for each in matrices]
+        bits, block = max(each.bits for each in matrices), math.gcd(*(each.block for each in matrices))
+        matrices = [each.convert(bits, block) for each in matrices]
         offsets = None
         if any(each.offsets is not None for each in matrices):
             offsets = torch.cat([each._get_offsets() for each in matrices])
-            matrices = [each._convert(8, block) if each.offsets is None else each for each in matrices]
-            matrices = [each._convert(max(each.bits for each in matrices), block) for each in matrices]
+            matrices = [each.convert(8, block) if each.offsets is None else each for each in matrices]
+            matrices = [each.convert(max(each.bits for each in matrices), block) for each in matrices]
         scales = [each.scales for each in matrices]
         if len({each.dtype for each in scales}) > 1:
             scales = [each.float() for each in scales]
@@ -131,21 +154,30 @@ class BlockMatrix(QuantizedMatrix):
 
     def read(self) -> torch.Tensor:
         shape = (len(self), self.scales.shape[1], self.block)
-        weights = self.unpack().view(shape).float() * self.scales.float()[..., None]
+        values = self.unpack()
+        decoded = values.float() if self.levels is None else self.levels[values.int()]
+        weights = decoded.view(shape) * self.scales.float()[..., None]
         if self.offsets is not None:
             weights += self.offsets.float()[..., None]
         return weights.view(self.shape).to(self.dtype)
 
     def unpack(self) -> torch.Tensor:
-        """Return the integers as int8 `[outputs, inputs]`. Without offsets, 4-bit values are -8 to 7."""
+        """Return the integers as int8 `[outputs, inputs]`, or the indices of levels as uint8. Without offsets, 4-bit
+        integers are -8 to 7.
+        """
         if self.bits == 8:
             return self.values
         packed = self.values.view(len(self), self.inputs // PACKED_INPUTS, PACKED_INPUTS // 2)
-        values = torch.stack([packed & 15, packed >> 4], dim=2).view(torch.int8).view(self.shape)
-        return values - 8 if self.offsets is None else values
+        values = torch.stack([packed & 15, packed >> 4], dim=2).view(self.shape)
+        if self.levels is not None:
+            return values
+        integers = values.view(torch.int8)
+        return integers - 8 if self.offsets is None else integers
 
-    def _convert(self, bits: int, block: int) -> Self:
-        """Convert to more bits per value or to smaller blocks, without loss."""
+    def convert(self, bits: int, block: int) -> Self:
+        """Convert integers to more bits, or to smaller blocks, without loss."""
+        if (bits, block) == (self.bits, self.block):
+            return self
         repeats = self.block // block
         values = self.unpack() if bits == 8 else self.values
         scales = self.scales.repeat_interleave(repeats, dim=1)
@@ -157,12 +189,32 @@ class BlockMatrix(QuantizedMatrix):
 
 
 def concat_matrices(matrices: Sequence[torch.Tensor | QuantizedMatrix]) -> torch.Tensor | QuantizedMatrix:
-    """Return one matrix with the rows of all matrices. It is quantized if all matrices are quantized."""
-    quantized = [each for each in matrices if isinstance(each, QuantizedMatrix)]
-    if len(quantized) == len(matrices):
-        return type(quantized[0]).concat(quantized)
+    """Return one matrix with the rows of all matrices. It is quantized if all matrices are quantized and have the same
+    levels.
+    """
+    quantized = [each for each in matrices if isinstance(each, BlockMatrix)]
+    if len(quantized) == len(matrices) and all(is_same_table(each.levels, quantized[0].levels) for each in quantized):
+        return BlockMatrix.concat(quantized)
     tensors = [each.read() if isinstance(each, QuantizedMatrix) else each for each in matrices]
     return tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors)
+
+
+def float8_levels(device: torch.device, dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:
+    """Return the values of all bytes as 8-bit floats."""
+    return torch.arange(256, dtype=torch.uint8, device=device).view(dtype).float()
+
+
+def is_same_table(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
+    """Return True if two tables of levels are bitwise equal, or if there are none."""
+    if first is None or second is None or first is second:
+        return first is second
+    return torch.equal(first.view(torch.int32), second.view(torch.int32))
+
+
+def pack_4_bits(values: torch.Tensor) -> torch.Tensor:
+    """Pack values from 0 to 15, uint8 `[outputs, inputs]`, in the order of `BlockMatrix`."""
+    halves: torch.Tensor = values.unflatten(1, (-1, 2, PACKED_INPUTS // 2))
+    return (halves[:, :, 0] | (halves[:, :, 1] << 4)).flatten(1)
 
 
 def quantize_blocks(weight: torch.Tensor, bits: int, block: int = 32) -> BlockMatrix:
@@ -180,6 +232,13 @@ def quantize_blocks(weight: torch.Tensor, bits: int, block: int = 32) -> BlockMa
         whole = values.trunc()
         packed = (whole + (2 * (values - whole)).trunc()).to(torch.int8)  # rounds halves away from zero, as GGUF does
     else:
-        halves = (values + 8.5).clamp(0, 15).to(torch.uint8).view(outputs, -1, 2, PACKED_INPUTS // 2)
-        packed = (halves[:, :, 0] | (halves[:, :, 1] << 4)).view(outputs, inputs // 2)
+        packed = pack_4_bits((values + 8.5).clamp(0, 15).to(torch.uint8))
     return BlockMatrix(packed, scales.to(torch.float16), None, bits, weight.dtype)
+
+
+def quantize_float8(weight: torch.Tensor, block: int) -> BlockMatrix:
+    """Round a matrix to 8-bit floats (e4m3fn) with a float32 scale per block."""
+    blocks = weight.float().unflatten(1, (-1, block))
+    scales = blocks.abs().amax(-1) / torch.finfo(torch.float8_e4m3fn).max
+    values = (blocks / torch.where(scales == 0, 1, scales)[..., None]).to(torch.float8_e4m3fn).view(weight.shape)
+    return BlockMatrix(values.view(torch.uint8), scales, None, 8, weight.dtype, float8_levels(weight.device))

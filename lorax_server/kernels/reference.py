@@ -26,6 +26,7 @@ from lorax_server.kernels.ops import (
     PagedBatch,
     Routing,
 )
+from lorax_server.kernels.quantized import QuantizedMatrix
 from lorax_server.kernels.whole_sequences import make_mask
 
 MAX_SCORE_ELEMENTS = 2**27  # limits the memory for attention scores of long prompts
@@ -297,6 +298,10 @@ def gated_linear(
 
 def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     return activation(x)
+
+
+def keeps_quantized(matrix: QuantizedMatrix) -> bool:
+    return not matrix.has_levels
 
 
 def make_linear(weight: torch.Tensor | StoredMatrix, bias: torch.Tensor | None) -> LinearWeights:

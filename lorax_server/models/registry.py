@@ -93,7 +93,7 @@ def load_model(
             ops=ops,
             progress=LoadProgress(needed_bytes),
             quantize_bits=bits,
-            rounded_format=settings.rounded_format,
+            rounded_format=None if _is_stored_so(settings, quantization) else settings.rounded_format,
         ) as weights:
             model = build(weights)
             weights.check_all_used()
@@ -169,24 +169,34 @@ def _check_config(config: Any) -> None:
 def _check_quantize(settings: ModelConfig, config: Any, quantization: QuantizationConfig | None) -> None:
     """Reject a `quantize` setting that does not fit the checkpoint, and log what LoRAX's settings mean."""
     stored = None if quantization is None else quantization.method
-    if settings.quantize in CHECKPOINT_FORMATS and stored != settings.quantize:
+    if _is_stored_so(settings, quantization):
+        return
+    if settings.quantize in CHECKPOINT_FORMATS and (stored or settings.rounded_format is None):
         raise ConfigError(
             f"quantize = {settings.quantize} needs a checkpoint in this format, but the weights are "
-            + (f"stored as {stored}; omit `quantize`" if stored else "not quantized; use int8 or int4 on CPUs")
+            + (f"stored as {stored}; omit `quantize`" if stored else "not quantized; use int8, int4 or fp8")
         )
     if settings.weight_bits is not None:
         logger.info("quantize = %s: the weights are quantized to int%d", settings.quantize, settings.weight_bits)
     if settings.rounded_format is not None:
-        if any(getattr(config, field, None) for field in EXPERT_COUNT_FIELDS):
+        if settings.rounded_format != "fp8" and any(getattr(config, field, None) for field in EXPERT_COUNT_FIELDS):
             raise ConfigError(
                 f"quantize = {settings.quantize} is not supported for mixtures of experts, because bitsandbytes rounds "
                 "experts only in some versions of transformers; serve the quantized checkpoint"
             )
         logger.info(
-            "quantize = %s: linear layers are rounded to %s as in QLoRA training, and stored in the model dtype",
+            "quantize = %s: linear layers are rounded to %s%s",
             settings.quantize,
             settings.rounded_format,
+            ", but stored in the model dtype, because there are no kernels for this format on CPUs"
+            if is_host(torch.device(settings.device))
+            else "",
         )
+
+
+def _is_stored_so(settings: ModelConfig, quantization: QuantizationConfig | None) -> bool:
+    """Return True if the `quantize` setting only confirms the format of a quantized checkpoint."""
+    return quantization is not None and settings.quantize == quantization.method
 
 
 def find_quantization(config: Any) -> QuantizationConfig | None:

@@ -20,7 +20,7 @@ from lorax_server.files.names import GGUF_FILE_LIST, MODEL_CONFIG_FILE
 from lorax_server.gguf.architectures import map_tensors
 from lorax_server.gguf.container import read_gguf
 from lorax_server.gguf.model_folder import read_file_list
-from lorax_server.kernels import BlockMatrix, Ops, QuantizedMatrix, quantize_blocks
+from lorax_server.kernels import BlockMatrix, Ops, QuantizedMatrix, quantize_blocks, quantize_float8
 from lorax_server.kernels.device import is_host
 from lorax_server.quantization_config import QuantizationConfig
 from lorax_server.weights.gguf import GGUFTensor
@@ -55,7 +55,7 @@ FUSED_QKV, QKV_NAMES = ".attn.Wqkv.", ("q_proj", "k_proj", "v_proj")
 
 QUANTIZE_CHUNK_ELEMENTS = 2**22  # matrix elements to quantize at a time, to limit temporary memory
 QUANTIZATION_BLOCK_SIZE = 32  # inputs per scale in matrices that are quantized here
-ROUNDED_BITS = 4  # matrices that need more bits are not rounded
+LINEAR_BITS = 4  # `min_bits` of linear layers. Only these are rounded to nf4, fp4 or fp8.
 
 
 class Placement(TypedDict):
@@ -67,7 +67,7 @@ class Placement(TypedDict):
     ops: Ops
     progress: NotRequired[LoadProgress]  # logs the bytes loaded
     quantize_bits: NotRequired[int | None]  # quantize matrices of float checkpoints to 4 or 8 bits
-    rounded_format: NotRequired[str | None]  # round linear layers of float checkpoints to nf4 or fp4
+    rounded_format: NotRequired[str | None]  # round linear layers of float checkpoints to nf4, fp4 or fp8
 
 
 class Weights:
@@ -146,7 +146,8 @@ class Weights:
     ) -> torch.Tensor | QuantizedMatrix:
         """Return this rank's shard of a matrix `[outputs, inputs]`. At most one dimension is sharded.
 
-        Quantized matrices stay quantized on CPUs. With `fan_in_fan_out`, float checkpoints contain `[inputs, outputs]`.
+        Quantized matrices stay quantized if the ops have kernels for them. With `fan_in_fan_out`, float checkpoints
+        contain `[inputs, outputs]`.
         `min_bits` is the lowest precision if the matrix is quantized here.
         """
         name = self._resolve(name)
@@ -160,7 +161,7 @@ class Weights:
             dim, shard = (0, outputs) if inputs.is_whole else (1, inputs)
             matrix = self._load_sharded(name, 1 - dim if fan_in_fan_out else dim, shard, shape)
             matrix = matrix.t() if fan_in_fan_out else matrix
-            if self._rounded_format is not None and min_bits <= ROUNDED_BITS:
+            if self._rounded_format is not None and min_bits <= LINEAR_BITS:
                 _check_rounding_blocks(name, outputs, inputs)
         if isinstance(matrix, BlockMatrix) or isinstance(stored, QuantizedTensor):
             assert isinstance(stored, GGUFTensor | QuantizedTensor)
@@ -235,21 +236,20 @@ class Weights:
 
     def convert_matrix(self, matrix: torch.Tensor, min_bits: int = 4) -> torch.Tensor | QuantizedMatrix:
         """Return a loaded matrix in the model's dtype or, if the model is quantized, in blocks."""
-        if self._rounded_format is not None and min_bits <= ROUNDED_BITS:
-            return self._place_matrix(round_to_4_bits(matrix, self._rounded_format), self._rounded_format)
+        if self._rounded_format is not None and min_bits <= LINEAR_BITS:
+            return self._place_matrix(self._round(matrix, self._rounded_format), self._rounded_format)
         if self._quantize_bits is None or matrix.shape[1] % QUANTIZATION_BLOCK_SIZE:
             return self.convert(matrix)
         bits = max(self._quantize_bits, min_bits)
         return self._place_matrix(self._quantize(matrix, bits), f"int{bits}")
 
     def _place_matrix(self, matrix: torch.Tensor | BlockMatrix, label: str) -> torch.Tensor | QuantizedMatrix:
-        """Return a matrix for the model's device. GPUs have no kernels for quantized matrices, and CPUs have kernels
-        only for integers.
-        """
-        if isinstance(matrix, torch.Tensor) or not is_host(self.device):
+        """Return a matrix on the model's device. It is converted to a tensor if the ops have no kernels for it."""
+        if isinstance(matrix, torch.Tensor) or not self.ops.keeps_quantized(matrix):
             weight = self.convert(matrix if isinstance(matrix, torch.Tensor) else matrix.read())
             self._quantized_bytes[f"{str(self.dtype).removeprefix('torch.')} from {label}"] += weight.nbytes
             return weight
+        matrix = matrix.to(self.device)
         num_bytes = sum(tensor.nbytes for tensor in matrix.tensors)
         self._quantized_bytes[label] += num_bytes
         if self._progress is not None:
@@ -260,6 +260,18 @@ class Weights:
         count = max(1, QUANTIZE_CHUNK_ELEMENTS // matrix.shape[1])
         rows = (each.to(self.dtype).contiguous() for each in matrix.split(count))
         return BlockMatrix.concat([quantize_blocks(each, bits, QUANTIZATION_BLOCK_SIZE) for each in rows])
+
+    def _round(self, matrix: torch.Tensor, rounded_format: str) -> torch.Tensor | BlockMatrix:
+        if rounded_format != "fp8":
+            return round_to_4_bits(matrix, rounded_format, self.dtype)
+        if matrix.shape[1] % ROUNDING_BLOCK:
+            raise ConfigError(
+                f"the weights cannot be rounded to fp8: a matrix has {matrix.shape[1]} inputs, which is not a multiple "
+                f"of {ROUNDING_BLOCK}"
+            )
+        count = max(1, QUANTIZE_CHUNK_ELEMENTS // matrix.shape[1])
+        rows = (each.to(self.dtype).contiguous() for each in matrix.split(count))
+        return BlockMatrix.concat([quantize_float8(each, ROUNDING_BLOCK) for each in rows])
 
     def _resolve(self, name: str) -> str:
         for candidate in _candidate_names(name):
@@ -431,9 +443,7 @@ def estimate_bytes(
     """
     checkpoint = find_checkpoint(folder)
     if checkpoint.name == GGUF_FILE_LIST:
-        if is_host(device):
-            return sum(path.stat().st_size for path in read_file_list(folder))
-        return sum(math.prod(tensor.shape) for tensor in _open_gguf(folder).values()) * dtype.itemsize
+        return sum(path.stat().st_size for path in read_file_list(folder))
     paths = read_index(checkpoint) if checkpoint.suffix == ".json" else {}
     if "safetensors" not in checkpoint.name:
         num_bytes = sum(path.stat().st_size for path in set(paths.values()) or {checkpoint})
@@ -445,8 +455,10 @@ def estimate_bytes(
     weight_bytes = dtype.itemsize if bits is None else bits / 8
     total = 0.0
     for stored in tensors.values():
-        in_blocks = stored.bytes_per_weight if isinstance(stored, QuantizedTensor) and is_host(device) else None
-        total += math.prod(stored.shape) * (in_blocks or weight_bytes)
+        if isinstance(stored, QuantizedTensor):
+            total += stored.estimate_bytes(dtype, device)
+        else:
+            total += math.prod(stored.shape) * weight_bytes
     return int(total)
 
 

@@ -94,7 +94,7 @@ def _run_head_lora(model: PagedCausalLM, data: AdapterBatchData) -> None:
     """Run the separate LoRA kernels for the LM head, which the server uses if an adapter replaces LM head rows."""
     head = model.lm_head
     outputs, inputs = head.linear.weight.shape
-    x = head.linear.plain.new_zeros(len(data.meta.adapter_indices), inputs)
+    x = torch.zeros(len(data.meta.adapter_indices), inputs, dtype=head.linear.weight.dtype, device=model.device)
     logits = x.new_zeros(len(x), outputs)
     targets = data.find_targets(head.targets)
     model.ops.add_lora(logits, x, data.lora, targets)
@@ -133,13 +133,14 @@ def make_permissive_masks(model: PagedCausalLM, rows: int) -> TokenMasks:
 def run_sampling(model: PagedCausalLM, rows: int, max_length: int, masks: TokenMasks) -> None:
     """Sample with the most memory-intensive parameters and with masks, and compute prompt log probabilities."""
     device, head = model.device, model.lm_head
-    logits = head.linear.plain.new_zeros(rows, head.vocab_size)
+    dtype = head.linear.weight.dtype
+    logits = torch.zeros(rows, head.vocab_size, dtype=dtype, device=device)
     sampling = SequenceSampling.from_params(MAX_MEMORY_SAMPLING, StopParams())
     lengths = torch.ones(rows, dtype=torch.int64, device=device)
     history = History(lengths, lengths, torch.zeros(rows, max_length, dtype=torch.int64, device=device))
     Sampler([sampling] * rows, head.vocab_size, device, model.ops)(logits, history, masks)
     del history
-    logits = head.linear.plain.new_zeros(PROMPT_LOGPROB_CHUNK_TOKENS, head.vocab_size)
+    logits = torch.zeros(PROMPT_LOGPROB_CHUNK_TOKENS, head.vocab_size, dtype=dtype, device=device)
     logits.float().log_softmax(-1).topk(min(MAX_MEMORY_SAMPLING.num_alternatives, head.vocab_size), dim=-1)
 
 

@@ -205,8 +205,3 @@ def test_quantized_matrices_are_not_quantized_again(tmp_path: Path) -> None:
     writer.write_model(tmp_path / "model.gguf", make_oracle("llama"), lambda _: Type.Q8_0)
     with pytest.raises(ConfigError, match=r"cannot be quantized to int4: tensor .* is stored as Q8_0"):
         get_model(ModelConfig(find_model_folder(tmp_path / "model.gguf"), quantize="int4"))
-
-
-def test_quantization_requires_cpu(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="quantize = int8 is only supported on CPUs; set device = cpu or omit it"):
-        ModelConfig(tmp_path, device="cuda", quantize="int8")

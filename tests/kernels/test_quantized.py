@@ -3,47 +3,45 @@
 import pytest
 import torch
 
-from lorax_server.kernels import BlockMatrix
+from lorax_server.kernels import BlockMatrix, concat_matrices
 from lorax_server.kernels.quantized import quantize_blocks
+from tests.kernels.quantized_cases import INPUTS, KINDS, Kind, make_matrix
+
+PLACES = ((0, 0), (1, 15), (2, 16), (3, 47), (5, 95), (4, 191))
 
 
-def make_matrix(bits: int, block: int, has_offsets: bool, rows: int = 6, inputs: int = 96) -> BlockMatrix:
-    generator = torch.Generator().manual_seed(bits + block + has_offsets)
-    if bits == 8:
-        values = torch.randint(-128, 128, (rows, inputs), generator=generator).to(torch.int8)
-    else:
-        values = torch.randint(0, 256, (rows, inputs // 2), generator=generator).to(torch.uint8)
-    scales = torch.rand(rows, inputs // block, generator=generator).half()
-    offsets = torch.randn(rows, inputs // block, generator=generator) if has_offsets else None
-    return BlockMatrix(values, scales, offsets, bits, torch.float32)
-
-
-KINDS = [(bits, block, has_offsets) for bits in (4, 8) for block in (16, 32) for has_offsets in (False, True)]
-
-
-@pytest.mark.parametrize(("bits", "block", "has_offsets"), KINDS)
-def test_weight_is_scaled_integer_plus_offset(bits: int, block: int, has_offsets: bool) -> None:
-    matrix = make_matrix(bits, block, has_offsets)
+@pytest.mark.parametrize("kind", KINDS)
+def test_weight_is_scaled_value_plus_offset(kind: Kind) -> None:
+    matrix, (bits, block, extra) = make_matrix(kind), kind
     weights = matrix.read()
-    for row, column in ((0, 0), (1, 15), (2, 16), (3, 47), (5, 95)):
+    for row, column in PLACES:
         if bits == 8:
             value = int(matrix.values[row, column])
         else:
             group, place = divmod(column, 32)
             byte = int(matrix.values[row, group * 16 + place % 16])
-            value = (byte >> 4 if place >= 16 else byte & 15) - (0 if has_offsets else 8)
-        expected = matrix.scales[row, column // block].float() * value
+            value = (byte >> 4 if place >= 16 else byte & 15) - 8 * (extra == "plain")
+        if matrix.levels is not None:
+            expected = matrix.scales[row, column // block].float() * matrix.levels[value]
+        else:
+            expected = matrix.scales[row, column // block].float() * value
         if matrix.offsets is not None:
             expected += matrix.offsets[row, column // block]
         assert weights[row, column] == expected
 
 
-@pytest.mark.parametrize(("bits", "block", "has_offsets"), KINDS)
-def test_slices_match_full_matrix(bits: int, block: int, has_offsets: bool) -> None:
-    matrix = make_matrix(bits, block, has_offsets)
+def test_8_bit_floats_are_decoded_as_in_torch() -> None:
+    matrix = make_matrix((8, 192, "levels"))
+    assert torch.equal(matrix.read(), matrix.values.view(torch.float8_e4m3fn).float() * matrix.scales.float())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_slices_match_full_matrix(kind: Kind) -> None:
+    matrix = make_matrix(kind)
     whole = matrix.read()
     assert torch.equal(matrix[2:5].read(), whole[2:5])
-    assert torch.equal(matrix.select_inputs(32, 96).read(), whole[:, 32:])
+    for start, stop in ((32, 96), (96, INPUTS), (0, 64)):
+        assert torch.equal(matrix.select_inputs(start, stop).read(), whole[:, start:stop])
     rows = torch.tensor([[5, 0], [3, 3]])
     assert torch.equal(matrix.look_up_rows(rows), whole[rows])
     with pytest.raises(ValueError, match="inputs 16 to 64 split a block of 32"):
@@ -54,13 +52,13 @@ def test_slices_match_full_matrix(bits: int, block: int, has_offsets: bool) -> N
 
 @pytest.mark.parametrize("first", KINDS)
 @pytest.mark.parametrize("second", KINDS)
-def test_concatenation_of_different_types_keeps_all_weights(
-    first: tuple[int, int, bool], second: tuple[int, int, bool]
-) -> None:
-    parts = [make_matrix(*first), make_matrix(*second, rows=3)]
-    joined = BlockMatrix.concat(parts)
-    assert torch.equal(joined.read(), torch.cat([part.read() for part in parts]))
+def test_concatenation_of_different_types_keeps_all_weights(first: Kind, second: Kind) -> None:
+    parts = [make_matrix(first), make_matrix(second, rows=3)]
+    joined = concat_matrices(parts)
+    weights = joined.read() if isinstance(joined, BlockMatrix) else joined
+    assert torch.equal(weights, torch.cat([part.read() for part in parts]))
     if first == second:
+        assert isinstance(joined, BlockMatrix)
         assert joined.bits == first[0]
 
 

@@ -179,7 +179,7 @@ def test_format_setting_must_match_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="awq needs a checkpoint in this format, but the weights are stored as gptq"):
         serve(tmp_path, quantize="awq")
     change_json(tmp_path / "config.json", quantization_config=None)
-    with pytest.raises(ConfigError, match="but the weights are not quantized; use int8 or int4"):
+    with pytest.raises(ConfigError, match="but the weights are not quantized; use int8, int4 or fp8"):
         serve(tmp_path, quantize="gptq")
 
 

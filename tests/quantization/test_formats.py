@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import bitsandbytes.functional
 import pytest
@@ -11,8 +11,11 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from lorax_server.config import ModelConfig
-from lorax_server.kernels import BlockMatrix, reference
-from lorax_server.models.registry import get_model
+from lorax_server.kernels import BlockMatrix, Ops, reference
+from lorax_server.kernels.select import ReferenceAttentionOps
+from lorax_server.models.registry import find_quantization, get_model, load_config
+from lorax_server.weights import estimate_bytes
+from lorax_server.worker.memory import model_bytes
 from tests.paged import PagedDriver
 from tests.parity.oracle import oracle_logits
 from tests.parity.variant import VOCAB, Variant
@@ -40,6 +43,15 @@ def serve(folder: Path, **settings: Any) -> PagedDriver:
     return PagedDriver(get_model(ModelConfig(folder, **settings), ops=reference))
 
 
+class KeepingOps(ReferenceAttentionOps):
+    """The reference ops, which keep all quantized matrices."""
+
+    keeps_quantized = staticmethod(lambda matrix: isinstance(matrix, BlockMatrix))
+
+    def __init__(self) -> None:
+        super().__init__(cast(Ops, reference))
+
+
 def prefill(driver: PagedDriver) -> torch.Tensor:
     return driver.forward([(driver.add(prompt_length=len(PROMPT)), PROMPT)])[0]
 
@@ -55,6 +67,35 @@ def test_logits_match_transformers_with_dequantized_weights(name: str, tmp_path:
     assert isinstance(layer.mlp.down_proj.linear.weight, BlockMatrix) == FORMATS[name].is_integer
     kept = FORMATS[name].is_integer
     assert driver.model.weight_format == FORMATS[name].label if kept else f"float32 from {FORMATS[name].label}"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantized_matrices_can_be_kept(name: str, tmp_path: Path) -> None:
+    """GPUs have kernels for all formats except GPTQ with activation ordering."""
+    oracle = make_oracle()
+    write_checkpoint(tmp_path, oracle, name)
+    settings = ModelConfig(tmp_path, dtype="float32")
+    driver = PagedDriver(get_model(settings, ops=KeepingOps()))
+    expected = oracle_logits(oracle, PROMPT, len(PROMPT), {})
+    assert (prefill(driver) - expected).abs().max() < TOLERANCE
+    if "act-order" not in name:
+        assert driver.model.weight_format == FORMATS[name].label
+        quantization = find_quantization(load_config(settings))
+        estimate = estimate_bytes(tmp_path, torch.float32, torch.device("cuda"), quantization=quantization)
+        assert estimate == pytest.approx(model_bytes(driver.model), rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen3moe"])
+def test_weights_are_rounded_to_8_bit_floats(name: str, tmp_path: Path) -> None:
+    oracle = make_oracle(name, **{"moe_intermediate_size": 64} if name == "qwen3moe" else {})
+    oracle.save_pretrained(tmp_path)
+    settings = ModelConfig(tmp_path, dtype="float32", quantize="fp8")
+    models = [get_model(settings, ops=ops) for ops in (reference, KeepingOps())]
+    assert [model.weight_format for model in models] == ["float32 from fp8", "fp8"]
+    rounded, kept = (prefill(PagedDriver(model)) for model in models)
+    exact = oracle_logits(oracle, PROMPT, len(PROMPT), {})
+    assert (kept - rounded).abs().max() < TOLERANCE
+    assert 1e-3 < (rounded - exact).square().mean().sqrt() / exact.square().mean().sqrt() < 0.5
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])

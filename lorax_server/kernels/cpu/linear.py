@@ -30,6 +30,8 @@ EXPERT_KINDS = KINDS | {"clamped_swiglu": ActivationKind.CLAMPED_SWIGLU}
 class CpuLinears(CpuActivations):
     """Linear layers, activations and embedding lookups for CPUs."""
 
+    keeps_quantized = staticmethod(reference.keeps_quantized)
+
     def make_linear(self, weight: torch.Tensor | QuantizedMatrix, bias: torch.Tensor | None) -> LinearWeights:
         matrix: StoredMatrix
         if weight.dtype not in DTYPES:

@@ -82,12 +82,12 @@ class FusedLinear:
         self.low_rank = torch.empty(MAX_ROWS, MAX_SLICES * MAX_RANK, dtype=dtype, device=device)
 
     def supports(self, weights: LinearWeights, targets: Sequence[LoraTarget]) -> bool:
-        """Return True if the fused kernel supports this layer. Otherwise cuBLAS and Triton are used."""
-        outputs, inputs = weights.plain.shape
+        """Return True if these kernels support this layer. For a quantized matrix, only the LoRA kernels are used."""
+        outputs, inputs = weights.shape
         widths = [target.columns.stop - target.columns.start for target in targets] or [outputs]
         return (
-            weights.plain.dtype == self.dtype
-            and weights.plain.is_contiguous()
+            weights.weight.dtype == self.dtype
+            and (weights.is_quantized or weights.plain.is_contiguous())
             and inputs % 8 == 0
             and inputs >= 64
             and len(widths) <= MAX_SLICES
@@ -154,7 +154,7 @@ class FusedLinear:
         setting: LinearLaunchSetting | None = None,
     ) -> torch.Tensor:
         """Return the linear layer's output for up to 128 rows, with adapters applied."""
-        rows, (outputs, inputs) = len(x), weights.plain.shape
+        rows, (outputs, inputs) = len(x), weights.shape
         height = next(height for height in HEIGHTS if rows <= height)
         setting = setting or find_setting(inputs, outputs, height, self.num_sms)
         variant = self._variant(height, setting, lora is not None)

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
 from lorax_server.kernels.hopper import norm_gate, prompt_lora, sampling
 from lorax_server.kernels.hopper.decode_attention import DecodeAttention
@@ -35,6 +34,7 @@ from lorax_server.kernels.sampling import SampledTokens, SamplingBatch, Sampling
 from lorax_server.kernels.triton import prefill_attention
 from lorax_server.kernels.triton.kv_cache import rotate_and_write
 from lorax_server.kernels.triton.ops import TritonOps
+from lorax_server.kernels.triton.quantized import multiply_base
 
 MAX_FUSED_LORA_ROWS = HEIGHTS[-1]  # larger batches use cuBLAS and a separate LoRA kernel
 MAX_FUSED_LORA_OUTPUTS = 65536  # an LM head would need hundreds of megabytes of scratch memory
@@ -60,19 +60,19 @@ class HopperOps(TritonOps):
     def prepare(self, linears: Sequence[LinearWeights], with_lora: bool) -> None:
         variants: set[Variant] = set()
         for weights in linears:
-            fused = self._fused.get(weights.plain.dtype)
+            fused = self._fused.get(weights.weight.dtype)
             if fused is not None and fused.supports(weights, ()):
-                outputs, inputs = weights.plain.shape
+                outputs, inputs = weights.shape
                 variants |= fused.variants(inputs, outputs, with_lora)
                 if with_lora and outputs <= MAX_FUSED_LORA_OUTPUTS:
                     fused.reserve_deltas(outputs)
                 variants.add(norm_gate.norm_variant(fused.dtype, inputs))
-        for dtype in {weights.plain.dtype for weights in linears} & CUDA_TYPES.keys():
+        for dtype in {weights.weight.dtype for weights in linears} & CUDA_TYPES.keys():
             variants |= {GateVariant(dtype, name) for name in ACTIVATIONS}
             if with_lora:
                 variants |= {PromptLoraVariant(dtype, step) for step in ("sum_parts", "expand_prompt")}
                 variants |= {PromptLoraVariant(dtype, "gate_prompt", name) for name in ACTIVATIONS}
-        for dtype in {weights.plain.dtype for weights in linears} & sampling.LOGITS_CUDA_TYPES.keys():
+        for dtype in {weights.weight.dtype for weights in linears} & sampling.LOGITS_CUDA_TYPES.keys():
             variants |= {sampling.SampleVariant(dtype, step) for step in ("apply_penalties", "sample")}
         self._kernels.compile(sorted(variants, key=str))
 
@@ -110,10 +110,11 @@ class HopperOps(TritonOps):
             return super().linear(x, weights, lora, targets)
         if rows > MAX_ROWS:
             return self._prompt_linear(x, weights, lora, targets)
-        is_wide = lora is not None and weights.plain.shape[0] > MAX_FUSED_LORA_OUTPUTS
-        if rows <= (MAX_FUSED_BASE_ROWS if lora is None else MAX_FUSED_LORA_ROWS) and not is_wide:
+        is_wide = lora is not None and weights.shape[0] > MAX_FUSED_LORA_OUTPUTS
+        max_rows = MAX_FUSED_BASE_ROWS if lora is None else MAX_FUSED_LORA_ROWS
+        if rows <= max_rows and not is_wide and not weights.is_quantized:
             return fused.linear(x, weights, lora, targets)
-        out = F.linear(x, weights.plain, weights.bias)
+        out = multiply_base(x, weights)
         if lora is not None:
             fused.add_lora(out, x, lora, targets)
             self.scale_and_shift(out, lora, targets)
@@ -123,7 +124,7 @@ class HopperOps(TritonOps):
         self, x: torch.Tensor, weights: LinearWeights, lora: LoraBatch | None, targets: Sequence[LoraTarget]
     ) -> torch.Tensor:
         if lora is None or not lora.has_low_rank(targets):
-            out = F.linear(x, weights.plain, weights.bias)
+            out = multiply_base(x, weights)
         else:
             out = prompt_lora.linear(self._kernels, x, weights, lora, targets)
         if lora is not None:
@@ -139,7 +140,7 @@ class HopperOps(TritonOps):
         targets: Sequence[LoraTarget],
     ) -> torch.Tensor:
         fused = self._fused.get(x.dtype)
-        can_gate = activation.name in ACTIVATIONS and weights.plain.shape[0] % 16 == 0
+        can_gate = activation.name in ACTIVATIONS and weights.shape[0] % 16 == 0
         if not len(x) or fused is None or not can_gate or not fused.supports(weights, targets):
             return super().gated_linear(x, weights, activation, lora, targets)
         if len(x) > MAX_ROWS and lora is not None and len(targets) == 2 and lora.changes(targets):

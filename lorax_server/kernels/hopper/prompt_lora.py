@@ -19,7 +19,7 @@ def linear(
     kernels: Kernels, x: torch.Tensor, weights: LinearWeights, lora: LoraBatch, targets: Sequence[LoraTarget]
 ) -> torch.Tensor:
     """Return the linear layer's output. LoRA and the bias are written first, and then the base product is added."""
-    out = torch.empty(len(x), weights.plain.shape[0], dtype=x.dtype, device=x.device)
+    out = torch.empty(len(x), weights.shape[0], dtype=x.dtype, device=x.device)
     args = _make_args(out, _shrink(kernels, x, lora, targets), lora, targets)
     args.bias = 0 if weights.bias is None else weights.bias.data_ptr()
     blocks = sum(-(-width // PROMPT_COLUMNS) for width in args.N)

@@ -23,6 +23,7 @@ from lorax_server.kernels.ops import (
     Routing,
     StackedMatrices,
 )
+from lorax_server.kernels.quantized import BlockMatrix, QuantizedMatrix, concat_matrices
 from lorax_server.kernels.triton.gated_activation import apply_gate
 from lorax_server.kernels.triton.lora_math import (
     RANK,
@@ -37,11 +38,14 @@ from lorax_server.kernels.triton.lora_math import (
     multiply,
     multiply_a,
 )
+from lorax_server.kernels.triton.quantized import TritonMatrix, find_inputs, load_weights, make_matrix
 
 PLAN_BLOCK = 2048  # pairs that one iteration of the sort reads
 DECODE_TOKENS, SHORT_PROMPT_TOKENS = 256, 2048  # limits for smaller tiles
 SHRINK_BYTES = 256  # bytes of an input row that one iteration reads
 COMBINE_BLOCK = 1024
+# Kernel constants for matrices that are not quantized.
+PLAIN = {"BITS": 0, "BLOCK": 0, "PART": 0, "HAS_OFFSETS": False, "HAS_LEVELS": False, "IS_FLOAT8": False}
 
 
 class Pairs(NamedTuple):
@@ -60,21 +64,54 @@ class Pairs(NamedTuple):
 
 
 def make_experts(count: int, matrices: Iterable[ExpertMatrices], activation: Activation) -> ExpertWeights:
-    """Copy the matrices of all experts to two tensors `[experts, outputs, inputs]`."""
-    stacks: list[torch.Tensor | None] = []
+    """Copy the matrices of all experts to two tensors `[experts, outputs, inputs]`, or to two quantized matrices."""
+    stacks = [_Stack(count) for _ in ExpertMatrices._fields]
     for index, expert in enumerate(matrices):
-        weights = [LinearWeights(matrix).plain for matrix in (expert.gate_up, expert.down)]
-        parts = [*weights, expert.gate_up_bias, expert.down_bias]
-        stacks = stacks or [None if part is None else part.new_empty(count, *part.shape) for part in parts]
-        for stack, part in zip(stacks, parts, strict=True):
-            if stack is not None and part is not None:
-                stack[index] = part
-    gate_up, down, gate_up_bias, down_bias = stacks
+        for stack, part in zip(stacks, expert, strict=True):
+            stack.add(index, part)
+    gate_up, down, gate_up_bias, down_bias = (stack.join() for stack in stacks)
     assert gate_up is not None
     assert down is not None
+    assert not isinstance(gate_up_bias, TritonMatrix)
+    assert not isinstance(down_bias, TritonMatrix)
+    linears = [[LinearWeights(matrix) for matrix in _unbind(weight, count)] for weight in (gate_up, down)]
     stacked = StackedMatrices(gate_up, gate_up_bias), StackedMatrices(down, down_bias)
-    linears = [[LinearWeights(matrix) for matrix in stack.weight.unbind()] for stack in stacked]
     return ExpertWeights(linears[0], linears[1], activation, stacked)
+
+
+class _Stack:
+    """One matrix or bias of all experts. Tensors are copied one at a time, to limit temporary memory."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._whole: torch.Tensor | None = None
+        self._parts: list[torch.Tensor | QuantizedMatrix] = []
+
+    def add(self, index: int, part: torch.Tensor | QuantizedMatrix | None) -> None:
+        if self._parts or (isinstance(part, QuantizedMatrix) and self._whole is None):
+            assert part is not None
+            self._parts.append(part)
+        elif part is not None:
+            plain = LinearWeights(part).plain
+            if self._whole is None:
+                self._whole = plain.new_empty(self._count, *plain.shape)
+            self._whole[index] = plain
+
+    def join(self) -> torch.Tensor | TritonMatrix | None:
+        if not self._parts:
+            return self._whole
+        joined = concat_matrices(self._parts)
+        if isinstance(joined, BlockMatrix):
+            return make_matrix(joined)
+        assert isinstance(joined, torch.Tensor)
+        return joined.view(self._count, -1, joined.shape[1])
+
+
+def _unbind(weight: torch.Tensor | TritonMatrix, count: int) -> Sequence[torch.Tensor | TritonMatrix]:
+    if isinstance(weight, torch.Tensor):
+        return weight.unbind()
+    outputs = len(weight) // count
+    return [weight[start : start + outputs] for start in range(0, len(weight), outputs)]
 
 
 def run_experts(
@@ -84,7 +121,7 @@ def run_experts(
     gate_up, down = experts.stacked
     if not len(x):
         return torch.empty_like(x)
-    pairs = sort_pairs(routing.experts, len(gate_up.weight))
+    pairs = sort_pairs(routing.experts, len(experts.gate_up))
     inner = apply_gate(_linear(x, gate_up, pairs, lora, targets[:2], gathers=True), experts.activation)
     outputs = _linear(inner, down, pairs, lora, targets[2:], gathers=False)
     out = torch.empty_like(x)
@@ -121,7 +158,14 @@ def _linear(
 
     With `gathers`, the rows of `x` are tokens. Otherwise they are sorted pairs.
     """
-    num_experts, outputs, inputs = matrices.weight.shape
+    num_experts, (outputs, inputs) = len(pairs.starts) - 1, matrices.weight.shape[-2:]
+    arguments: tuple[torch.Tensor, ...]
+    if isinstance(matrices.weight, TritonMatrix):
+        outputs //= num_experts
+        arguments, encoding = matrices.weight.arguments, matrices.weight.constants
+    else:
+        assert isinstance(matrices.weight, torch.Tensor)
+        arguments, encoding = (matrices.weight,) * 4, PLAIN | {"INPUTS": inputs}
     out, x = x.new_empty(len(pairs.order), outputs), x.contiguous()
     is_decode = pairs.height == 16
     constants = {
@@ -130,9 +174,9 @@ def _linear(
     }  # fmt: skip
     block_n = 64 if is_decode else 128
     _product[(triton.cdiv(outputs, block_n), pairs.max_tiles)](
-        out, x, matrices.weight, x if matrices.bias is None else matrices.bias, pairs.order, pairs.starts,
-        HAS_BIAS=matrices.bias is not None, INPUTS=inputs, OUTPUTS=outputs, BLOCK_N=block_n,
-        BLOCK_K=elements_in(x, 256 if is_decode else 128), GATHERS=gathers, **constants,
+        out, x, *arguments, x if matrices.bias is None else matrices.bias, pairs.order, pairs.starts,
+        HAS_BIAS=matrices.bias is not None, OUTPUTS=outputs, BLOCK_N=block_n,
+        BLOCK_K=elements_in(x, 256 if is_decode else 128), GATHERS=gathers, **constants, **encoding,
         num_warps=4 if is_decode else 8, num_stages=4 if is_decode else 3,
     )  # fmt: skip
     if lora is None or not lora.has_low_rank(targets):
@@ -199,9 +243,11 @@ def _find_tile(starts, tile, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, HEIGH
 
 @triton.jit
 def _product(
-    out, x, matrices, biases, order, starts, HAS_BIAS: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr,
+    out, x, matrices, scales, offsets, levels, biases, order, starts, HAS_BIAS: tl.constexpr, OUTPUTS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, HEIGHT: tl.constexpr,
-    TOP_K: tl.constexpr, GATHERS: tl.constexpr, INTERPRETED: tl.constexpr,
+    TOP_K: tl.constexpr, GATHERS: tl.constexpr, INTERPRETED: tl.constexpr, INPUTS: tl.constexpr, BITS: tl.constexpr,
+    BLOCK: tl.constexpr, PART: tl.constexpr, HAS_OFFSETS: tl.constexpr, HAS_LEVELS: tl.constexpr,
+    IS_FLOAT8: tl.constexpr,
 ):  # fmt: skip
     expert, first, count = _find_tile(starts, tl.program_id(1), EXPERTS, BLOCK_E, HEIGHT)
     if count <= 0:
@@ -212,14 +258,26 @@ def _product(
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = columns < OUTPUTS
     left = x + rows.to(tl.int64)[:, None] * INPUTS
-    right = matrices + expert.to(tl.int64) * OUTPUTS * INPUTS + columns.to(tl.int64)[None, :] * INPUTS
+    weight_rows = expert.to(tl.int64) * OUTPUTS + columns
     total = tl.zeros((HEIGHT, BLOCK_N), tl.float32)
-    for start in range(0, INPUTS, BLOCK_K):
-        inputs = start + tl.arange(0, BLOCK_K)
-        is_input = inputs < INPUTS
-        values = tl.load(left + inputs[None, :], mask=is_row[:, None] & is_input[None, :], other=0.0)
-        weights = tl.load(right + inputs[:, None], mask=is_input[:, None] & is_column[None, :], other=0.0)
-        total = multiply(values, weights, total, INTERPRETED)
+    if BITS == 0:  # not quantized
+        for start in range(0, INPUTS, BLOCK_K):
+            inputs = start + tl.arange(0, BLOCK_K)
+            is_input = inputs < INPUTS
+            values = tl.load(left + inputs[None, :], mask=is_row[:, None] & is_input[None, :], other=0.0)
+            right = matrices + weight_rows[None, :] * INPUTS + inputs[:, None]
+            weights = tl.load(right, mask=is_input[:, None] & is_column[None, :], other=0.0)
+            total = multiply(values, weights, total, INTERPRETED)
+    else:
+        for start in range(0, INPUTS, PART):
+            for half in tl.static_range(8 // BITS):
+                inputs = find_inputs(start, half, BITS, PART)
+                values = tl.load(left + inputs[None, :], mask=is_row[:, None], other=0.0)
+                weights = load_weights(
+                    matrices, scales, offsets, levels, weight_rows, is_column, start, half, INPUTS, BITS, BLOCK, PART,
+                    HAS_OFFSETS, HAS_LEVELS, IS_FLOAT8,
+                )  # fmt: skip
+                total = multiply(values, weights.to(x.dtype.element_ty), total, INTERPRETED)
     if HAS_BIAS:
         total += tl.load(biases + expert * OUTPUTS + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
     pointers = out + places.to(tl.int64)[:, None] * OUTPUTS + columns[None, :]

@@ -7,7 +7,6 @@ fields. All steps share the scratch memory, so run one step at a time on one str
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
 from lorax_server.kernels import reference, whole_sequences
 from lorax_server.kernels.ops import (
@@ -22,7 +21,8 @@ from lorax_server.kernels.ops import (
     PagedBatch,
     SampleTokens,
 )
-from lorax_server.kernels.triton import decode_lora, experts, gated_activation, prompt_lora, scale_shift
+from lorax_server.kernels.quantized import BlockMatrix, QuantizedMatrix
+from lorax_server.kernels.triton import decode_lora, experts, gated_activation, prompt_lora, quantized, scale_shift
 from lorax_server.kernels.triton.decode_attention import decode_attention
 from lorax_server.kernels.triton.embedding import adapt_embedding
 from lorax_server.kernels.triton.kv_cache import rotate_and_write
@@ -48,7 +48,6 @@ class TritonOps:
     max_lora_rank: int | None = MAX_RANK
     sample_tokens: SampleTokens | None = None
     make_recorder = staticmethod(reference.make_recorder)
-    make_linear = staticmethod(reference.make_linear)
     activate = staticmethod(reference.activate)
     look_up_rows = staticmethod(reference.look_up_rows)
     choose_greedy = staticmethod(reference.choose_greedy)
@@ -91,6 +90,12 @@ class TritonOps:
             reference.rotary(k, *angles)
         return whole_sequences.attend(q, k, v, lengths, spec)
 
+    def keeps_quantized(self, matrix: QuantizedMatrix) -> bool:  # noqa: ARG002 - all formats have kernels
+        return True
+
+    def make_linear(self, weight: torch.Tensor | QuantizedMatrix, bias: torch.Tensor | None) -> LinearWeights:
+        return LinearWeights(quantized.make_matrix(weight) if isinstance(weight, BlockMatrix) else weight, bias)
+
     def prepare(self, linears: Sequence[LinearWeights], with_lora: bool) -> None:
         """Do nothing, because Triton compiles kernels at their first launch."""
 
@@ -98,9 +103,9 @@ class TritonOps:
         self, x: torch.Tensor, weights: LinearWeights, lora: LoraBatch | None, targets: Sequence[LoraTarget]
     ) -> torch.Tensor:
         if lora is None or not len(x):
-            return F.linear(x, weights.plain, weights.bias)
+            return quantized.multiply_base(x, weights)
         if len(x) <= DECODE_ROWS:
-            out = F.linear(x, weights.plain, weights.bias)
+            out = quantized.multiply_base(x, weights)
             self._apply_adapters(out, x, lora, targets, with_vectors=True)
         else:
             out = prompt_lora.linear(x, weights, lora, targets)

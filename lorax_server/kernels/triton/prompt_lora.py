@@ -69,7 +69,7 @@ def linear(x: torch.Tensor, weights: LinearWeights, lora: LoraBatch, targets: Se
     """Return the linear layer's output plus LoRA. Output scales and output biases are not applied."""
     if not lora.has_low_rank(targets):
         return F.linear(x, weights.plain, weights.bias)
-    width = weights.plain.shape[0]
+    width = weights.shape[0]
     if (targets[0].columns.start, targets[-1].columns.stop) != (0, width):  # an LM head with padding
         out = F.linear(x, weights.plain, weights.bias)
         expand(out, shrink(x, lora, targets), lora, targets, adds=True)

@@ -7,7 +7,6 @@ import torch
 from lorax_server.kernels import BlockMatrix
 from lorax_server.weights.quantized.tensor import (
     QuantizedTensor,
-    count_bytes_per_weight,
     make_integer_matrix,
     to_signed,
     unpack_words,
@@ -28,6 +27,7 @@ class AWQTensor(QuantizedTensor):
     main_part = "qweight"
     other_parts = ("qzeros", "scales")
     format = "awq-int4"
+    bits = 4
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -35,8 +35,12 @@ class AWQTensor(QuantizedTensor):
         return int(words) * VALUES_PER_WORD, int(inputs)
 
     @property
-    def bytes_per_weight(self) -> float:
-        return count_bytes_per_weight(4, torch.float16, has_zeros=True)
+    def num_groups(self) -> int:
+        return int(self.require_part("scales").shape[0])
+
+    @property
+    def has_zeros(self) -> bool:
+        return "qzeros" in self.parts
 
     def check_parts(self, parts: Mapping[str, torch.Tensor]) -> None:
         self.require_part("scales")

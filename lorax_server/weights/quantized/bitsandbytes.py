@@ -15,8 +15,8 @@ from lorax_server.weights.quantized.tensor import (
     DECODE_CHUNK_ELEMENTS,
     QuantizedTensor,
     StoredPart,
-    count_bytes_per_weight,
     make_integer_matrix,
+    make_level_matrix,
 )
 
 STATE_PARTS = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
@@ -46,6 +46,8 @@ class Packed4BitTensor(QuantizedTensor):
     main_part = "weight"
     other_parts = ("weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map")
     ignored_parts = STATE_PARTS
+    bits = 4
+    has_levels = True
 
     @classmethod
     def is_main_part(cls, name: str, tensors: Mapping[str, StoredPart]) -> bool:
@@ -85,6 +87,11 @@ class Packed4BitTensor(QuantizedTensor):
     def format(self) -> str:
         return "bitsandbytes-" + self._state_name.rpartition("_")[2]
 
+    @property
+    def num_groups(self) -> int:
+        inputs, block = self.shape[1], int(self._state["blocksize"])
+        return 0 if inputs % block else inputs // block  # 0: blocks continue in the next row
+
     def check_parts(self, parts: Mapping[str, torch.Tensor]) -> None:
         for name in ("weight.absmax", "weight.quant_map"):
             self.require_part(name)
@@ -100,14 +107,18 @@ class Packed4BitTensor(QuantizedTensor):
         self.check_scales(parts, "weight.nested_quant_map", (256,))
         self.check_scales(parts, "weight.nested_absmax", (-(-num_blocks // self._state["nested_blocksize"]),))
 
-    def decode(self, parts: Mapping[str, torch.Tensor], rows: slice, dtype: torch.dtype) -> torch.Tensor:
-        inputs = self.shape[1]
+    def decode(self, parts: Mapping[str, torch.Tensor], rows: slice, dtype: torch.dtype) -> torch.Tensor | BlockMatrix:
+        inputs, block, levels = self.shape[1], int(self._state["blocksize"]), parts["weight.quant_map"].float()
         start, stop = rows.start * inputs, rows.stop * inputs
         packed = parts["weight"].flatten()[start // 2 : -(-stop // 2)]
         indices = torch.stack([packed >> 4, packed & 15], dim=1).flatten()[start % 2 :][: stop - start]
-        blocks = torch.arange(start, stop, device=packed.device) // int(self._state["blocksize"])
-        weights = parts["weight.quant_map"].float()[indices.int()] * self._read_scales(parts)[blocks]
-        return weights.view(-1, inputs).to(dtype)
+        indices, scales = indices.view(-1, inputs), self._read_scales(parts)
+        if self.num_groups:
+            return make_level_matrix(
+                indices, scales[start // block : stop // block].view(len(indices), -1), levels, dtype
+            )
+        blocks = torch.arange(start, stop, device=packed.device) // block
+        return (levels[indices.int()] * scales[blocks].view(-1, inputs)).to(dtype)
 
     def _read_scales(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return one scale per block in float32."""
@@ -128,6 +139,8 @@ class Int8Tensor(QuantizedTensor):
     other_parts = ("SCB",)
     ignored_parts = ("weight_format",)
     format = "bitsandbytes-int8"
+    bits = 8
+    num_groups = 1
 
     @classmethod
     def is_main_part(cls, name: str, tensors: Mapping[str, StoredPart]) -> bool:
@@ -137,10 +150,6 @@ class Int8Tensor(QuantizedTensor):
     def shape(self) -> tuple[int, int]:
         outputs, inputs = self.parts["weight"].shape
         return int(outputs), int(inputs)
-
-    @property
-    def bytes_per_weight(self) -> float:
-        return count_bytes_per_weight(8, torch.float32, has_zeros=False)
 
     def check_parts(self, parts: Mapping[str, torch.Tensor]) -> None:
         self.check_part(parts, "weight", self.shape, [torch.int8])
@@ -157,18 +166,23 @@ class Int8Tensor(QuantizedTensor):
         return make_integer_matrix(parts["weight"][rows], scales, None, 8, dtype)
 
 
-def round_to_4_bits(weight: torch.Tensor, kind: str) -> torch.Tensor:
+def round_to_4_bits(weight: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.Tensor | BlockMatrix:
     """Round a matrix to `LEVELS` with one scale per block of the flattened matrix, as bitsandbytes does.
 
-    The result has the same dtype as after dequantization, float32.
+    The result is a float32 tensor if blocks continue in the next row.
     """
     levels = torch.tensor(sorted(LEVELS[kind]), dtype=torch.float32, device=weight.device)
-    flat = weight.contiguous().view(-1)
-    rounded = torch.empty(len(flat), dtype=torch.float32, device=weight.device)
+    flat, (outputs, inputs) = weight.contiguous().view(-1), weight.shape
+    indices = torch.empty(len(flat), dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(-(-len(flat) // ROUNDING_BLOCK), dtype=torch.float32, device=weight.device)
     for start in range(0, len(flat), DECODE_CHUNK_ELEMENTS):  # a multiple of the block size
         chunk = flat[start : start + DECODE_CHUNK_ELEMENTS].float()
         blocks = F.pad(chunk, (0, -len(chunk) % ROUNDING_BLOCK)).view(-1, ROUNDING_BLOCK)
-        scales = blocks.abs().amax(1, keepdim=True)
-        indices = torch.bucketize(blocks * (1 / scales.clamp(min=MIN_SCALE)), (levels[:-1] + levels[1:]) / 2)
-        rounded[start : start + len(chunk)] = (levels[indices] * scales).view(-1)[: len(chunk)]
-    return rounded.view(weight.shape)
+        largest, first = blocks.abs().amax(1), start // ROUNDING_BLOCK
+        scales[first : first + len(largest)] = largest
+        nearest = torch.bucketize(blocks * (1 / largest.clamp(min=MIN_SCALE))[:, None], (levels[:-1] + levels[1:]) / 2)
+        indices[start : start + len(chunk)] = nearest.view(-1)[: len(chunk)].to(torch.uint8)
+    if inputs % ROUNDING_BLOCK == 0:
+        return make_level_matrix(indices.view(outputs, inputs), scales.view(outputs, -1), levels, dtype)
+    factors = scales.repeat_interleave(ROUNDING_BLOCK)[: len(flat)]
+    return (levels[indices.int()] * factors).view(outputs, inputs)

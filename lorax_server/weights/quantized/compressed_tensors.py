@@ -3,7 +3,7 @@
 `scaled.py` reads the other formats of compressed-tensors.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -13,7 +13,6 @@ from lorax_server.kernels import BlockMatrix
 from lorax_server.weights.quantized.tensor import (
     INDEX_DTYPES,
     QuantizedTensor,
-    count_bytes_per_weight,
     dequantize_groups,
     make_integer_matrix,
     to_signed,
@@ -58,14 +57,18 @@ class PackedTensor(QuantizedTensor):
         return f"compressed-tensors-int{self.bits}"
 
     @property
-    def bytes_per_weight(self) -> float:
-        return count_bytes_per_weight(self.bits, torch.float32, has_zeros="weight_zero_point" in self.parts)
+    def num_groups(self) -> int:
+        return count_groups(self.require_part("weight_scale").shape)
+
+    @property
+    def has_zeros(self) -> bool:
+        return "weight_zero_point" in self.parts
 
     def check_parts(self, parts: Mapping[str, torch.Tensor]) -> None:
         self.require_part("weight_scale")
         (outputs, inputs), scales = self.shape, parts["weight_scale"]
         self.check_part(parts, "weight_packed", (outputs, -(-inputs * self.bits // WORD_BITS)), [torch.int32])
-        num_groups = 1 if scales.dim() < 2 else scales.shape[1]
+        num_groups = count_groups(scales.shape)
         self.check_scales(parts, "weight_scale", scales.shape if scales.numel() == 1 else (outputs, num_groups))
         if "weight_zero_point" in parts:
             shape = (-(-outputs * self.bits // WORD_BITS), num_groups)
@@ -88,6 +91,11 @@ class PackedTensor(QuantizedTensor):
         if groups is None or int(groups.min()) < 0:  # -1 means that the groups are consecutive
             return make_integer_matrix(values, scales, zeros, bits, dtype)
         return dequantize_groups(values, scales, zeros, groups).to(dtype)
+
+
+def count_groups(shape: Sequence[int]) -> int:
+    """Return the number of scales per row, given the shape of the scales."""
+    return 1 if len(shape) < 2 else int(shape[1])
 
 
 def expand_scales(scales: torch.Tensor, outputs: int) -> torch.Tensor:

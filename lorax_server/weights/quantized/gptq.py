@@ -9,7 +9,6 @@ from lorax_server.kernels import BlockMatrix
 from lorax_server.weights.quantized.tensor import (
     INDEX_DTYPES,
     QuantizedTensor,
-    count_bytes_per_weight,
     dequantize_groups,
     make_integer_matrix,
     to_signed,
@@ -43,8 +42,12 @@ class GPTQTensor(QuantizedTensor):
         return f"gptq-int{self.bits}"
 
     @property
-    def bytes_per_weight(self) -> float:
-        return count_bytes_per_weight(self.bits, torch.float16, has_zeros=False)
+    def num_groups(self) -> int:
+        return int(self.require_part("scales").shape[0])
+
+    @property
+    def has_zeros(self) -> bool:
+        return not self.config.is_symmetric
 
     def check_parts(self, parts: Mapping[str, torch.Tensor]) -> None:
         for name in ("qzeros", "scales"):

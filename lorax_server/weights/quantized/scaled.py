@@ -4,18 +4,20 @@ These are the formats `fp8` and `fbgemm_fp8`, and `float-quantized` and `int-qua
 for activations are ignored, because the server does not round activations.
 """
 
+import math
 from collections.abc import Mapping
 
 import torch
 
 from lorax_server.errors import WeightsError
 from lorax_server.kernels import BlockMatrix
-from lorax_server.weights.quantized.compressed_tensors import expand_scales
+from lorax_server.kernels.quantized import float8_levels
+from lorax_server.weights.quantized.compressed_tensors import count_groups, expand_scales
 from lorax_server.weights.quantized.tensor import (
     QuantizedTensor,
     StoredPart,
-    count_bytes_per_weight,
     make_integer_matrix,
+    make_level_matrix,
 )
 
 SCALE_NAMES = ("weight_scale", "weight_scale_inv")  # multiplied with the values in both cases
@@ -47,11 +49,22 @@ class ScaledTensor(QuantizedTensor):
         kind = "int8" if self._has_integers else "fp8"
         return kind if self.config.method == "fp8" else f"{self.config.method}-{kind}"
 
+    bits = 8
+
     @property
-    def bytes_per_weight(self) -> float | None:
-        if not self._has_integers:
-            return None
-        return count_bytes_per_weight(8, torch.float32, has_zeros="weight_zero_point" in self.parts)
+    def num_groups(self) -> int:
+        stored, block = self.parts[self._scale_name].shape, self.config.block_size
+        if math.prod(stored) == 1 or block is None or self._has_integers:
+            return count_groups(stored)
+        return 0 if self.shape[1] % block[1] else self.shape[1] // block[1]  # 0: the groups have different sizes
+
+    @property
+    def has_levels(self) -> bool:
+        return not self._has_integers
+
+    @property
+    def has_zeros(self) -> bool:
+        return "weight_zero_point" in self.parts
 
     @property
     def _has_integers(self) -> bool:
@@ -84,10 +97,11 @@ class ScaledTensor(QuantizedTensor):
             zeros = parts.get("weight_zero_point")
             zeros = None if zeros is None else expand_scales(zeros, outputs)[rows]
             return make_integer_matrix(values, expand_scales(scales, outputs)[rows], zeros, 8, dtype)
-        if scales.numel() > 1 and block is not None:
-            blocks = torch.arange(rows.start, rows.stop, device=scales.device) // block[0]
-            factors = scales.float()[blocks].repeat_interleave(block[1], dim=1)[:, :inputs]
-        else:
+        if scales.numel() == 1 or block is None:
             factors = expand_scales(scales, outputs)[rows].float()
-            factors = factors.repeat_interleave(inputs // factors.shape[1], dim=1)
-        return (values.float() * factors).to(dtype)
+        else:
+            blocks = torch.arange(rows.start, rows.stop, device=scales.device) // block[0]
+            factors = scales.float()[blocks]
+            if inputs % block[1]:
+                return (values.float() * factors.repeat_interleave(block[1], dim=1)[:, :inputs]).to(dtype)
+        return make_level_matrix(values.view(torch.uint8), factors, float8_levels(values.device, values.dtype), dtype)

@@ -1,5 +1,6 @@
 """Base class for quantized matrices in checkpoints, and the conversion of integers to `BlockMatrix`."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,12 +11,15 @@ import torch
 
 from lorax_server.errors import WeightsError
 from lorax_server.kernels import BlockMatrix
+from lorax_server.kernels.device import is_host
+from lorax_server.kernels.quantized import MIN_BLOCK, PACKED_INPUTS, pack_4_bits
 from lorax_server.quantization_config import QuantizationConfig
 
 DECODE_CHUNK_ELEMENTS = 2**22  # matrix elements to decode at a time, to limit temporary memory
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e8m0fnu)
 INDEX_DTYPES = (torch.int32, torch.int64)
-BLOCK_SIZES = (32, 16)  # of `BlockMatrix`, preferred first
+NUM_4_BIT_LEVELS = 16
+SCALE_BYTES = 4  # upper bound of a scale's size in a `BlockMatrix`
 
 StoredPart = Any  # a `StoredTensor`, or a tensor in memory
 ReadTensor = Callable[[StoredPart], torch.Tensor]  # reads a whole stored tensor
@@ -60,9 +64,34 @@ class QuantizedTensor(ABC):
         return getattr(self.parts[self.main_part], "path", "tensors in memory")
 
     @property
-    def bytes_per_weight(self) -> float | None:
-        """Return the size of a weight as `BlockMatrix`, or None if the weights are converted to floating point."""
-        return None
+    @abstractmethod
+    def bits(self) -> int:
+        """Return the number of bits of a value."""
+
+    @property
+    @abstractmethod
+    def num_groups(self) -> int:
+        """Return the number of scales per row."""
+
+    @property
+    def has_levels(self) -> bool:
+        """Return True if the values are not integers."""
+        return False
+
+    @property
+    def has_zeros(self) -> bool:
+        """Return True if the integers have zero points other than 0."""
+        return False
+
+    def estimate_bytes(self, dtype: torch.dtype, device: torch.device) -> float:
+        """Return the approximate size of the matrix in memory. `dtype` is the dtype of weights that are not quantized
+        in memory.
+        """
+        count, block = math.prod(self.shape), find_block_size(self.shape[1], self.num_groups)
+        if block is None or (self.has_levels and is_host(device)):
+            return count * dtype.itemsize
+        block = min(block, PACKED_INPUTS) if is_host(device) else block
+        return count * (self.bits / 8 + SCALE_BYTES * (1 + self.has_zeros) / block)
 
     @abstractmethod
     def decode(self, parts: Mapping[str, torch.Tensor], rows: slice, dtype: torch.dtype) -> torch.Tensor | BlockMatrix:
@@ -118,15 +147,10 @@ class QuantizedTensor(ABC):
 
 def find_block_size(inputs: int, num_groups: int) -> int | None:
     """Return the largest block size of `BlockMatrix` that divides all groups, or None."""
-    if inputs % BLOCK_SIZES[0] or inputs % num_groups:
+    if inputs % PACKED_INPUTS or not num_groups or inputs % num_groups:
         return None
-    return next((size for size in BLOCK_SIZES if inputs // num_groups % size == 0), None)
-
-
-def count_bytes_per_weight(bits: int, scale_dtype: torch.dtype, *, has_zeros: bool) -> float:
-    """Return the approximate size of a weight in a `BlockMatrix` with blocks of 32."""
-    scale_bytes = scale_dtype.itemsize if scale_dtype == torch.float16 else torch.float32.itemsize
-    return bits / 8 + (scale_bytes + has_zeros * torch.float32.itemsize) / BLOCK_SIZES[0]
+    group = inputs // num_groups
+    return group if group % PACKED_INPUTS == 0 else None if group % MIN_BLOCK else MIN_BLOCK
 
 
 def make_integer_matrix(
@@ -146,8 +170,26 @@ def make_integer_matrix(
         steps = zeros.float() + (8 if bits == 4 else 0)  # `BlockMatrix` counts 4-bit values with offsets from 0
         offsets = (-steps * scales.float()).repeat_interleave(repeats, dim=1)
     scales = scales if scales.dtype == torch.float16 else scales.float()
-    packed = values.contiguous() if bits == 8 else _pack(values)
+    packed = values.contiguous() if bits == 8 else pack_4_bits((values + 8).view(torch.uint8))
     return BlockMatrix(packed, scales.repeat_interleave(repeats, dim=1), offsets, bits, dtype)
+
+
+def make_level_matrix(
+    indices: torch.Tensor, scales: torch.Tensor, levels: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor | BlockMatrix:
+    """Return the matrix `levels[indices] * scales`. It is a tensor if the groups do not consist of whole blocks.
+
+    `indices` is uint8 `[outputs, inputs]`, `scales` is float32 `[outputs, groups]`, and `levels` has 16 or 256 numbers.
+    """
+    inputs, num_groups = indices.shape[1], scales.shape[1]
+    block = find_block_size(inputs, num_groups)
+    if block is None:
+        groups = torch.arange(inputs) * num_groups // inputs
+        return dequantize_groups(levels[indices.int()], scales, None, groups).to(dtype)
+    bits = 4 if len(levels) == NUM_4_BIT_LEVELS else 8
+    packed = indices.contiguous() if bits == 8 else pack_4_bits(indices)
+    repeats = inputs // num_groups // block
+    return BlockMatrix(packed, scales.repeat_interleave(repeats, dim=1), None, bits, dtype, levels)
 
 
 def dequantize_groups(
@@ -170,9 +212,3 @@ def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
 def to_signed(values: torch.Tensor, bits: int) -> torch.Tensor:
     """Convert unsigned integers (uint8) to int8 by subtracting half of their range."""
     return (values ^ 128).view(torch.int8) if bits == 8 else values.view(torch.int8) - 8
-
-
-def _pack(values: torch.Tensor) -> torch.Tensor:
-    """Pack 4-bit values from -8 to 7 in the order of `BlockMatrix`."""
-    groups: torch.Tensor = (values + 8).view(torch.uint8).unflatten(1, (-1, 2, 16))
-    return (groups[:, :, 0] | (groups[:, :, 1] << 4)).flatten(1)

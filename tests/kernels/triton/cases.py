@@ -224,6 +224,6 @@ def nan_filled_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def new_empty(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         out: torch.Tensor = make(self, *args, **kwargs)  # type: ignore[call-overload]
-        return out.fill_(math.nan if out.is_floating_point() else -12345)
+        return out.fill_(math.nan if out.is_floating_point() else 123 if out.dtype.itemsize == 1 else -12345)
 
     monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)

@@ -1,11 +1,25 @@
 """The Triton kernels for mixtures of experts compared with the reference."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from lorax_server.kernels import ExpertWeights, LoraBatch, Routing, StackedMatrices
+from lorax_server.kernels import (
+    Activation,
+    ExpertMatrices,
+    ExpertWeights,
+    LinearWeights,
+    LoraBatch,
+    QuantizedMatrix,
+    Routing,
+    StackedMatrices,
+    quantize_blocks,
+    quantize_float8,
+)
 from lorax_server.kernels.triton import experts as kernels
 from tests.grids import slow_except
 from tests.kernels.expert_cases import Mixture
@@ -15,6 +29,20 @@ MIXTURES = {
     "many": Mixture(hidden=48, inner=16, num_experts=20, top_k=2),
 }
 RANKS = [(3, 1, 9), (18, 0, 2), (0, 0, 16)]
+
+
+def quantize_some(weight: torch.Tensor) -> torch.Tensor | QuantizedMatrix:
+    """Quantize a matrix in one of two formats, or not at all, depending on its weights."""
+    formats = [partial(quantize_blocks, bits=8), partial(quantize_blocks, bits=4), lambda matrix: matrix]
+    chosen: torch.Tensor | QuantizedMatrix = formats[int(weight[0, 0] > 0) + int(weight[1, 0] > 0)](weight)
+    return chosen
+
+
+FORMATS = [
+    pytest.param(partial(quantize_blocks, bits=4), id="int4"),
+    pytest.param(partial(quantize_float8, block=32), id="fp8", marks=pytest.mark.slow),
+    pytest.param(quantize_some, id="mixed", marks=pytest.mark.slow),
+]
 
 
 def place(lora: LoraBatch, device: torch.device) -> LoraBatch:
@@ -53,6 +81,26 @@ def test_adapters_with_different_ranks_share_a_tile(name: str, in_graph: bool, d
         x.to(device), Routing(*(part.to(device) for part in routing)), make(mixture, device), batch, mixture.targets
     )
     torch.testing.assert_close(out.cpu().double(), mixture.expected(x, routing, lora), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("quantize", FORMATS)
+def test_quantized_experts_match_their_decoded_weights(
+    quantize: Callable[[torch.Tensor], torch.Tensor | QuantizedMatrix], device: torch.device
+) -> None:
+    mixture = Mixture(hidden=64, inner=32, num_experts=5, top_k=2)
+    stored = [ExpertMatrices(*(quantize(part.to(device)) for part in expert[:2])) for expert in mixture.matrices()]
+    decoded = [ExpertMatrices(*(LinearWeights(part).plain for part in expert[:2])) for expert in stored]
+    activation = Activation("silu", F.silu)
+    x, routing, lora = mixture.inputs(13), mixture.route(13), mixture.lora([(2, 6), (0, 3), (1, 4)], RANKS)
+    outputs = []
+    for experts in (stored, decoded):
+        made = kernels.make_experts(mixture.num_experts, iter(experts), activation)
+        for gate_up, down, expert in zip(made.gate_up, made.down, decoded, strict=True):
+            assert torch.equal(gate_up.plain, LinearWeights(expert.gate_up).plain)
+            assert torch.equal(down.plain, LinearWeights(expert.down).plain)
+        placed = Routing(*(part.to(device) for part in routing))
+        outputs.append(kernels.run_experts(x.to(device), placed, made, place(lora, device), mixture.targets))
+    torch.testing.assert_close(*outputs, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.slow
