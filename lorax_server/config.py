@@ -37,6 +37,7 @@ class Setting(NamedTuple):
     choices: tuple[str, ...] = ()
     at_least: int | None = None  # minimum; None means 1 for integers, otherwise no bound
     above: int | None = None
+    at_most: int | None = None
 
 
 def setting(default: T, help: str, *, is_secret: bool = False, **kwargs: Any) -> T:
@@ -59,6 +60,8 @@ class Settings:
                 )
             if bounds.above is not None and not value > bounds.above:
                 raise ConfigError(f"{declared.name} = {value} must be above {bounds.above}")
+            if bounds.at_most is not None and not value <= bounds.at_most:
+                raise ConfigError(f"{declared.name} = {value} must be at most {bounds.at_most}")
 
 
 DTYPE_DEFAULT = "the stored dtype on a GPU; float32 on a CPU, or bfloat16 if stored so and the CPU has AMX"
@@ -202,7 +205,7 @@ class EngineConfig(Settings):
         none="a quarter of the free host memory on a CPU, the remaining memory on a GPU",
     )
     cache_tokens: int | None = setting(None, "KV cache size in tokens, instead of --cache-bytes")
-    gpu_memory_fraction: float = setting(0.9, "fraction of GPU memory to use in total")
+    gpu_memory_fraction: float = setting(0.9, "fraction of GPU memory to use in total", above=0, at_most=1)
 
     adapter_bytes: int | None = setting(
         None,
@@ -238,8 +241,6 @@ class EngineConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.gpu_memory_fraction <= 1:
-            raise ConfigError(f"gpu_memory_fraction = {self.gpu_memory_fraction} must be above 0 and at most 1")
         if self.adapter_memory_fraction is not None and self.adapter_memory_fraction >= 1:
             raise ConfigError(f"adapter_memory_fraction = {self.adapter_memory_fraction} must be below 1")
         for one, other in (("cache_bytes", "cache_tokens"), ("adapter_bytes", "adapter_memory_fraction")):
@@ -273,7 +274,7 @@ class AccessConfig(Settings):
     """Server address and access control."""
 
     host: str = setting("127.0.0.1", "address to listen on")
-    port: int = setting(3000, "port to listen on; 0 selects a free port", at_least=0)
+    port: int = setting(3000, "port to listen on; 0 selects a free port", at_least=0, at_most=65535)
     allowed_hosts: tuple[str, ...] = setting(
         (),
         "allowed Host header, in addition to localhost and the listen address; * allows all",
@@ -288,8 +289,6 @@ class AccessConfig(Settings):
     cors: CorsConfig = field(default_factory=CorsConfig)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port = {self.port} must be at least 0 and at most 65535")
         super().__post_init__()
         for name in self.allowed_hosts:
             if re.fullmatch(r"\*|[\w.-]+|\[[0-9a-fA-F:.]+\]", name) is None:

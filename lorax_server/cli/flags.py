@@ -168,6 +168,12 @@ def make_flags(settings: type) -> Iterator[Flag]:
         )
 
 
+def name_flags(error: ConfigError, names: Mapping[str, str]) -> ConfigError:
+    """Return the error of a settings class with the names of flags or variables instead of field names."""
+    message = re.sub(r"(?<![\w-])\w+(?= = | ')", lambda match: names.get(match[0], match[0]), str(error))
+    return ConfigError(message)
+
+
 def _format_default(name: str, value: Any) -> str:
     if isinstance(value, tuple):
         return ", ".join(value)

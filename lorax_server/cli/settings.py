@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lorax_server.cli import demo
-from lorax_server.cli.flags import FLAGS, LAUNCHER_DEFAULTS, Flag, build_parser
+from lorax_server.cli.flags import FLAGS, LAUNCHER_DEFAULTS, Flag, build_parser, name_flags
 from lorax_server.cli.lorax_flags import IGNORED_VARIABLES, REJECTED_VARIABLES, TOKEN_VARIABLES, WATERMARK_REASON
 from lorax_server.config import CorsConfig, EngineConfig, ModelConfig, ServerConfig, SourceConfig
 from lorax_server.errors import ConfigError
@@ -68,8 +68,7 @@ class ParsedSettings:
         try:
             return self._make_config(model_folder, device)
         except ConfigError as error:
-            message = re.sub(r"(?<![\w-])\w+(?= = | ')", lambda match: origins.get(match[0], match[0]), str(error))
-            raise ConfigError(message) from error
+            raise name_flags(error, origins) from error
 
     def _make_config(self, folder: Path | None, best_device: str) -> ServerConfig:
         device = self.values.get("device", "auto")

@@ -230,7 +230,7 @@ def test_repeated_flags_form_list() -> None:
         ("--max-logprobs -1", {}, "--max-logprobs = -1 must not be negative"),
         ("--keep-alive-s 0", {}, "--keep-alive-s = 0.0 must be above 0"),
         ("--drain-s nan", {}, "--drain-s: 'nan' is not a number"),
-        ("--cuda-memory-fraction 2", {}, "--cuda-memory-fraction = 2.0 must be above 0 and at most 1"),
+        ("--cuda-memory-fraction 2", {}, "--cuda-memory-fraction = 2.0 must be at most 1"),
         ("--cache-bytes 4X", {}, "not a size such as 4096, 512M or 4G"),
         ("--cache-bytes -1", {}, "not a size"),
         (f"--cache-bytes {'9' * 400}.5T", {}, "not a size"),

@@ -11,9 +11,10 @@ import numpy as np
 from lorax_server import machine
 from lorax_server.cli.planning import step_time
 from lorax_server.cli.planning.model_sizes import HALF_PRECISION_BYTES, ModelSizes
-from lorax_server.config import EngineConfig
+from lorax_server.config import EngineConfig, Settings, setting
 from lorax_server.errors import ConfigError
 
+MAX_BYTES = 2**60  # maximum of the memory settings
 MAX_STEP_TOKENS = 4096  # assumed maximum number of tokens in a step
 # Estimated activations per token, as multiples of the hidden size and of the widest matrix.
 NUM_HIDDEN_ACTIVATIONS, NUM_WIDEST_ACTIVATIONS = 6, 3
@@ -22,16 +23,40 @@ GRAPH_BYTES = 2**30  # estimate for CUDA graphs and the CUDA context
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """The expected traffic: the request rate over all replicas, the mean lengths in tokens, and the adapter
-    popularity.
-    """
+class ReplicaSettings(Settings):
+    """The hardware and the limits of one replica."""
 
-    requests_per_s: float
-    prompt_tokens: int
-    completion_tokens: int
-    zipf_exponent: float = 1.0  # traffic of the k-th most popular adapter is proportional to 1 / k ** zipf
-    base_model_share: float = 0.0  # share of requests without an adapter
+    gpu: str | None = setting(None, f"one of {', '.join(step_time.GPUS)}")
+    gpu_memory_bytes: int | None = setting(None, "GPU memory, such as 80G", flag="--gpu-memory", at_most=MAX_BYTES)
+    gpu_bandwidth: float | None = setting(None, "published memory bandwidth in GB/s", above=0)
+    gpu_tflops: float | None = setting(None, "published dense bfloat16 TFLOPS", above=0)
+    host_memory_bytes: int = setting(2**36, "host memory", flag="--host-memory", at_most=MAX_BYTES)
+    gpu_memory_fraction: float = setting(
+        EngineConfig.gpu_memory_fraction, "share of GPU memory to use", above=0, at_most=1
+    )
+    adapter_bytes: int | None = setting(
+        None, "GPU memory for adapters", none="the server's", at_least=0, at_most=MAX_BYTES
+    )
+    quantize: str | None = setting(None, "fp8-kv stores keys and values as float8", choices=("fp8-kv",))
+    max_num_seqs: int | None = setting(
+        None, "maximum batch size", none="the server's", at_most=2**16, aliases=("--max-rows",)
+    )
+    inter_token_latency_ms: float | None = setting(
+        None, "highest allowed time between tokens", above=0, aliases=("--token-ms",)
+    )
+    max_utilization: float = setting(0.8, "highest replica utilization", above=0, at_most=1, aliases=("--load",))
+
+
+@dataclass(frozen=True)
+class Traffic(Settings):
+    """The expected traffic. The traffic of the k-th most popular adapter is proportional to 1 / k ** zipf_exponent."""
+
+    requests_per_s: float = setting(1.0, "requests per second over all replicas", above=0)
+    prompt_tokens: int = setting(512, "mean prompt length")
+    completion_tokens: int = setting(128, "mean completion length", aliases=("--answer-tokens",))
+    zipf_exponent: float = setting(
+        1.0, "Zipf exponent for adapter popularity; 0 is uniform", flag="--zipf", at_least=0, at_most=10
+    )
 
 
 @dataclass(frozen=True)
@@ -74,41 +99,34 @@ class Popularity:
 
 @dataclass
 class Planner:
-    """Plans how to serve a model with its adapters on one type of GPU. A setting of None selects the server default."""
+    """Plans how to serve a model with its adapters on one type of GPU."""
 
     sizes: ModelSizes
     adapter_mix: AdapterMix
     traffic: Traffic
     gpu: step_time.Gpu
-    host_memory: int
-    gpu_memory_fraction: float = EngineConfig.gpu_memory_fraction
-    adapter_bytes: int | None = None
-    max_num_seqs: int | None = None
-    is_float8: bool = False
+    settings: ReplicaSettings
 
     def __post_init__(self) -> None:
         traffic, is_large = self.traffic, self.gpu.memory_bytes >= machine.LARGE_GPU_BYTES
-        self._max_batch_size = self.max_num_seqs or (
+        self._max_batch_size = self.settings.max_num_seqs or (
             machine.LARGE_GPU_DEFAULT_MAX_NUM_SEQS if is_large else machine.DEFAULT_MAX_NUM_SEQS
         )
         self._popularity = Popularity(self.adapter_mix.count, traffic.zipf_exponent)
-        self._has_adapters = self.adapter_mix.count > 0 and traffic.base_model_share < 1
+        self._has_adapters = self.adapter_mix.count > 0
         self._mean_length = traffic.prompt_tokens + traffic.completion_tokens / 2  # mean length of running sequences
         flop = self.sizes.prompt_flops(traffic.prompt_tokens)
         self._prefill_tokens_per_s = step_time.prefill_tokens_per_s(self.gpu, flop, self._has_adapters)
         self._memory = self._plan_memory()
 
-    def plan(self, target_ms: float | None = None, max_utilization: float = 0.8) -> dict[str, Any]:
-        """Return the memory layout, the replica performance and the number of replicas.
-
-        `target_ms` is the maximum time between tokens, and `max_utilization` the maximum replica utilization.
-        """
-        memory = self._memory
+    def plan(self) -> dict[str, Any]:
+        """Return the memory layout, the replica performance and the number of replicas."""
+        memory, max_utilization = self._memory, self.settings.max_utilization
         device_share, host_share = (
             self._popularity.request_share_of_top(count) if self._has_adapters else 1.0
             for count in (memory["device_adapters"], memory["device_adapters"] + memory["host_adapters"])
         )
-        batch_size, limit = self._find_batch_size(target_ms)
+        batch_size, limit = self._find_batch_size()
         replica = self._plan_replica(batch_size, limit, 1 - device_share)
         return {
             "gpu": self.gpu._asdict(),
@@ -126,18 +144,20 @@ class Planner:
             "replicas": max(1, math.ceil(self.traffic.requests_per_s / (replica["requests_per_s"] * max_utilization))),
         }
 
-    def _find_batch_size(self, target_ms: float | None) -> tuple[int, str]:
+    def _find_batch_size(self) -> tuple[int, str]:
         """Return the largest possible batch size, and the limit that prevents a larger batch."""
+        target_ms = self.settings.inter_token_latency_ms
         if target_ms is not None and (least_ms := self._ms_per_token(1)) > target_ms:
             raise ConfigError(
                 f"--inter-token-latency-ms {target_ms:g} cannot be reached: a single sequence takes {least_ms:.1f} ms "
                 "per token on this GPU; raise the limit, or use a faster GPU"
             )
         batch_sizes = range(1, self._max_batch_size + 1)
-        batch_size = bisect_left(batch_sizes, True, key=lambda size: bool(self._find_exceeded_limit(size, target_ms)))
-        return batch_size, self._find_exceeded_limit(batch_size + 1, target_ms) or "batch_size"
+        batch_size = bisect_left(batch_sizes, True, key=lambda size: bool(self._find_exceeded_limit(size)))
+        return batch_size, self._find_exceeded_limit(batch_size + 1) or "batch_size"
 
-    def _find_exceeded_limit(self, batch_size: int, target_ms: float | None) -> str | None:
+    def _find_exceeded_limit(self, batch_size: int) -> str | None:
+        target_ms = self.settings.inter_token_latency_ms
         if batch_size * self._mean_length > self._memory["cache_tokens"]:
             return "cache"
         if batch_size > self._max_batch_size:
@@ -153,7 +173,7 @@ class Planner:
         """
         traffic, step = self.traffic, self._decode_step_ms(batch_size)
         requests_per_s = self._requests_per_s(batch_size)
-        copied = (1 - traffic.base_model_share) * miss_share * self.adapter_mix.mean_bytes
+        copied = miss_share * self.adapter_mix.mean_bytes
         if requests_per_s * copied > step_time.HOST_COPY_BYTES_PER_S:
             requests_per_s, limit = step_time.HOST_COPY_BYTES_PER_S / copied, "copies"
         if requests_per_s * traffic.completion_tokens > step_time.API_TOKENS_PER_S:
@@ -176,8 +196,7 @@ class Planner:
         }
 
     def _expected_adapters(self, batch_size: int) -> float:
-        requests = batch_size * (1 - self.traffic.base_model_share)
-        return self._popularity.expected_distinct_adapters(requests) if self._has_adapters else 0.0
+        return self._popularity.expected_distinct_adapters(batch_size) if self._has_adapters else 0.0
 
     def _count_bytes_read(self, batch_size: int) -> dict[str, float]:
         """Return how many bytes of weights, adapters and KV cache a decode step reads."""
@@ -189,7 +208,7 @@ class Planner:
 
     def _decode_step_ms(self, batch_size: int) -> dict[str, float]:
         return step_time.decode_step_ms(
-            self.gpu, batch_size, self._count_bytes_read(batch_size), self.sizes.layers, self.is_float8
+            self.gpu, batch_size, self._count_bytes_read(batch_size), self.sizes.layers, bool(self.settings.quantize)
         )
 
     def _requests_per_s(self, batch_size: int) -> float:
@@ -204,14 +223,14 @@ class Planner:
     def _plan_memory(self) -> dict[str, int]:
         """Return how GPU memory is divided, as in `worker/memory.py`. The step memory is estimated, not measured."""
         sizes, gpu = self.sizes, self.gpu.name
-        weights, usable = sizes.weight_bytes, int(self.gpu.memory_bytes * self.gpu_memory_fraction)
+        weights, usable = sizes.weight_bytes, int(self.gpu.memory_bytes * self.settings.gpu_memory_fraction)
         free = usable - weights
         if free <= 0:
             raise ConfigError(
                 f"the model does not fit: its weights take {format_gb(weights)}, and {format_gb(usable)} of the {gpu} "
                 "can be used. Use a larger GPU or a smaller model; `lorax plan` does not support tensor parallelism"
             )
-        adapters = self.adapter_bytes
+        adapters = self.settings.adapter_bytes
         if adapters is None:
             adapters = max(free // machine.GPU_ADAPTER_DIVISOR, machine.MIN_GPU_ADAPTER_BYTES)
         if self._has_adapters and self.adapter_mix.largest_bytes > adapters:
@@ -225,7 +244,7 @@ class Planner:
         steps += self._max_batch_size * sizes.vocab_size * BYTES_PER_LOGIT
         cache = max(free - adapters - adapters // machine.ADAPTER_TABLE_DIVISOR - steps, 0)
         block_size = EngineConfig.block_size
-        block_bytes = block_size * sizes.token_bytes // (2 if self.is_float8 else 1)
+        block_bytes = block_size * sizes.token_bytes // (2 if self.settings.quantize else 1)
         tokens = min(cache // block_bytes, self._max_batch_size * sizes.max_length // block_size) * block_size
         needed = self.traffic.prompt_tokens + self.traffic.completion_tokens
         if tokens < needed:
@@ -234,7 +253,7 @@ class Planner:
                 f"{format_gb(adapters)} for adapters and {format_gb(steps)} for steps, but a request has {needed}: "
                 "lower --adapter-bytes, or use a larger GPU"
             )
-        mean, host = self.adapter_mix.mean_bytes, self.host_memory // machine.HOST_ADAPTER_DIVISOR
+        mean, host = self.adapter_mix.mean_bytes, self.settings.host_memory_bytes // machine.HOST_ADAPTER_DIVISOR
         on_device, on_host = (
             min(int(size // mean), self.adapter_mix.count) if mean else 0 for size in (adapters, host)
         )

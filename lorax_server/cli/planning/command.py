@@ -1,18 +1,18 @@
 """Flags and report for `lorax plan`."""
 
 import argparse
-import math
 import re
-from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from lorax_server.cli.flags import Parser, parse_size, write_json
-from lorax_server.cli.planning.capacity import AdapterMix, Planner, Traffic, format_gb
+from lorax_server.cli.flags import VALUE_KINDS, Parser, make_flags, name_flags, write_json
+from lorax_server.cli.planning.capacity import AdapterMix, Planner, ReplicaSettings, Traffic, format_gb
 from lorax_server.cli.planning.model_sizes import ModelSizes, make_llama_sizes, read_sizes
-from lorax_server.cli.planning.step_time import GPUS, HTTP_THROUGHPUT_SHARE, Gpu, find_gpu
-from lorax_server.config import EngineConfig
+from lorax_server.cli.planning.step_time import HTTP_THROUGHPUT_SHARE, Gpu, find_gpu
+from lorax_server.config import Settings, setting
 from lorax_server.errors import ConfigError
 from lorax_server.kernels import MAX_RANK
 
@@ -27,17 +27,6 @@ examples:
 The figures are extrapolated from tensor sizes and from times measured on an H200; docs/capacity.md describes their
 accuracy. The model is not run, and no GPU is needed.
 """
-# Llama config fields by flag.
-MODEL_SIZE_FIELDS = {
-    "layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "heads": "num_attention_heads",
-    "vocab_size": "vocab_size",
-    "kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-}
-REQUIRED_SIZE_FLAGS = [*MODEL_SIZE_FIELDS][:5]
 LIMIT_REASONS = {
     "batch_size": "the batch size limit; larger batches raise throughput and latency (--max-num-seqs)",
     "latency": "memory bandwidth and the highest allowed time between tokens (--inter-token-latency-ms)",
@@ -46,53 +35,45 @@ LIMIT_REASONS = {
     "api": "CPU time of the API process",
     "copies": "adapter copies from host memory, because too few adapters fit on the device (--adapter-bytes)",
 }
+T = TypeVar("T", bound=Settings)
 PREFILL_BOUND_NOTE = "; prefill takes most of the time"
 MAX_ADAPTERS = 10**6
-MIN_POSITIVE = 1e-9  # minimum for numbers that must be above 0
-METAVAR_BY_TYPE = {int: "N", float: "X", parse_size: "SIZE"}
-# Numeric flags by group: name, type, minimum, maximum, default and help text.
-NUMBER_FLAGS: dict[str, list[tuple[str, Any, float, float, Any, str]]] = {
-    "model": [
-        (f"--{name.replace('_', '-')}", int, 1, 2**32, None, f"Llama {field}, instead of --model")
-        for name, field in MODEL_SIZE_FIELDS.items()
-    ],
-    "replica hardware": [
-        ("--gpu-memory", parse_size, 0, 2**60, None, "GPU memory, such as 80G"),
-        ("--gpu-bandwidth", float, MIN_POSITIVE, 1e6, None, "published memory bandwidth in GB/s"),
-        ("--gpu-tflops", float, MIN_POSITIVE, 1e6, None, "published dense bfloat16 TFLOPS"),
-        ("--host-memory", parse_size, 0, 2**60, 2**36, "host memory (default: 64G)"),
-        ("--max-num-seqs", int, 1, 2**16, None, "maximum batch size (default: the server's)"),
-        ("--adapter-bytes", parse_size, 0, 2**60, None, "GPU memory for adapters (default: the server's)"),
-        (
-            "--cuda-memory-fraction",
-            float,
-            MIN_POSITIVE,
-            1,
-            EngineConfig.gpu_memory_fraction,
-            "share of GPU memory to use",
-        ),
-    ],
-    "adapters": [
-        ("--adapters", int, 0, MAX_ADAPTERS, None, "number of adapters (default: 0)"),
-        ("--rank", int, 1, MAX_RANK, None, "rank of all adapters (default: 16)"),
-    ],
-    "traffic": [
-        ("--requests-per-s", float, MIN_POSITIVE, 1e9, 1.0, "requests per second over all replicas"),
-        ("--prompt-tokens", int, 1, 2**31, 512, "mean prompt length"),
-        ("--completion-tokens", int, 1, 2**31, 128, "mean completion length"),
-        ("--zipf", float, 0, 10, 1.0, "Zipf exponent for adapter popularity; 0 is uniform"),
-        ("--base-share", float, 0, 1, 0.0, "share of requests without an adapter"),
-        ("--max-utilization", float, MIN_POSITIVE, 1, 0.8, "highest replica utilization"),
-        ("--inter-token-latency-ms", float, MIN_POSITIVE, 1e6, None, "highest allowed time between tokens"),
-    ],
-}
+DEFAULT_RANK = 16
 
-# Earlier names by flag. They are accepted, but not shown in the help text.
-ALIASES = {
-    "--max-num-seqs": "--max-rows",
-    "--completion-tokens": "--answer-tokens",
-    "--max-utilization": "--load",
-    "--inter-token-latency-ms": "--token-ms",
+
+@dataclass(frozen=True)
+class ModelSettings(Settings):
+    """The model: a path, or the config fields of a Llama model."""
+
+    model: str | None = setting(None, "model folder, or config.json")
+    num_hidden_layers: int | None = setting(None, "number of layers of a Llama model", flag="--layers")
+    hidden_size: int | None = setting(None, "its hidden size")
+    intermediate_size: int | None = setting(None, "its intermediate size")
+    num_attention_heads: int | None = setting(None, "its number of attention heads", flag="--heads")
+    vocab_size: int | None = setting(None, "its vocabulary size")
+    num_key_value_heads: int | None = setting(None, "its number of key-value heads", none="--heads", flag="--kv-heads")
+    head_dim: int | None = setting(None, "its head dimension", none="hidden size divided by heads")
+
+
+REQUIRED_SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+
+
+@dataclass(frozen=True)
+class AdapterSettings(Settings):
+    """The number and the ranks of the adapters."""
+
+    adapters: int | None = setting(None, "number of adapters", none="0", at_least=0, at_most=MAX_ADAPTERS)
+    rank: int | None = setting(None, "rank of all adapters", none=str(DEFAULT_RANK), at_most=MAX_RANK)
+    ranks: str | None = setting(None, "ranks with adapter counts, such as 8:700,64:100")
+    modules: str | None = setting(None, "target modules, separated by commas", none="all linear layers")
+    dora: bool = setting(False, "all adapters use DoRA")
+
+
+FLAG_GROUPS: Mapping[str, type[Settings]] = {
+    "model": ModelSettings,
+    "replica": ReplicaSettings,
+    "adapters": AdapterSettings,
+    "traffic": Traffic,
 }
 
 
@@ -100,104 +81,90 @@ def run(argv: list[str]) -> int:
     """Run the command and return its exit code."""
     parser = Parser(prog="lorax plan", usage="lorax plan --model PATH --gpu NAME [flags]", epilog=EXAMPLES)
     parser.description = "Estimate memory use, latency and the number of replicas for some traffic."
-    _add_flags(parser)
-    args = parser.parse_args(argv)
-    figures = make_planner(args).plan(args.inter_token_latency_ms, args.max_utilization)
-    if args.json != "-":
-        print(format_plan(figures, args.cuda_memory_fraction))
-    if args.json:
-        write_json(figures, args.json)
+    for title, settings in FLAG_GROUPS.items():
+        _add_flags(parser.add_argument_group(title), settings)
+    parser.add_json_flag()
+    args = vars(parser.parse_args(argv))
+    planner = make_planner(args)
+    figures = planner.plan()
+    if args["json"] != "-":
+        print(format_plan(figures, planner.settings.gpu_memory_fraction))
+    if args["json"]:
+        write_json(figures, args["json"])
     return 0
 
 
-def make_planner(args: Namespace) -> Planner:
-    gpu, sizes = _read_gpu(args), _read_model(args)
-    traffic = Traffic(args.requests_per_s, args.prompt_tokens, args.completion_tokens, args.zipf, args.base_share)
+def make_planner(args: Mapping[str, Any]) -> Planner:
+    replica, traffic = _read_settings(ReplicaSettings, args), _read_settings(Traffic, args)
+    gpu, sizes = _read_gpu(replica), _read_model(_read_settings(ModelSettings, args))
     length = traffic.prompt_tokens + traffic.completion_tokens
     if length > sizes.max_length:
         raise ConfigError(f"a request has {length} tokens, but the model supports at most {sizes.max_length}")
-    settings = args.host_memory, args.cuda_memory_fraction, args.adapter_bytes, args.max_num_seqs, bool(args.quantize)
-    return Planner(sizes, _read_mix(args, sizes), traffic, gpu, *settings)
+    return Planner(sizes, _read_mix(_read_settings(AdapterSettings, args), sizes), traffic, gpu, replica)
 
 
-def _add_flags(parser: Parser) -> None:
-    model, machine, adapters, _ = groups = [parser.add_argument_group(title) for title in NUMBER_FLAGS]
-    model.add_argument("--model", type=Path, metavar="PATH", help="model folder, or config.json")
-    machine.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(GPUS)}")
-    for group, flags in zip(groups, NUMBER_FLAGS.values(), strict=True):
-        for name, kind, minimum, maximum, default, text in flags:
-            help_text = text if default is None or kind is parse_size else f"{text} (default: {default})"
-            number = _make_number_parser(kind, minimum, maximum)
-            group.add_argument(name, type=number, metavar=METAVAR_BY_TYPE[kind], default=default, help=help_text)
-            if name in ALIASES:
-                key = name.lstrip("-").replace("-", "_")
-                group.add_argument(
-                    ALIASES[name], dest=key, type=number, default=argparse.SUPPRESS, help=argparse.SUPPRESS
-                )
-    model.add_argument("--quantize", choices=["fp8-kv"], help="fp8-kv stores keys and values as float8")
-    adapters.add_argument("--ranks", metavar="RANK:N,...", help="ranks with adapter counts, such as 8:700,64:100")
-    adapters.add_argument("--modules", metavar="NAME,...", help="target modules (default: all linear layers)")
-    adapters.add_argument("--dora", action="store_true", help="all adapters use DoRA")
-    parser.add_json_flag()
+def _add_flags(group: Any, settings: type[Settings]) -> None:
+    for flag in make_flags(settings):
+        group.add_argument(
+            *(flag.name, *flag.aliases),
+            dest=flag.field,
+            type=partial(flag.convert, origin=flag.name),
+            default=argparse.SUPPRESS,
+            metavar="|".join(flag.choices) or VALUE_KINDS[flag.kind].metavar,
+            help=flag.help + f" (default: {flag.default})" * bool(flag.default),
+            **({"nargs": "?", "const": "true"} if flag.kind == "switch" else {}),
+        )
 
 
-def _make_number_parser(convert: Callable[[str], float], minimum: float, maximum: float) -> Callable[[str], float]:
-    """Return an argparse type for numbers in a range."""
-
-    def parse(text: str) -> float:
-        try:
-            value = convert(text)
-        except (ValueError, OverflowError):
-            value = math.nan
-        if not minimum <= value <= maximum:
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number from {minimum} to {maximum}")
-        return value
-
-    return parse
+def _read_settings(settings: type[T], args: Mapping[str, Any]) -> T:
+    flags = {flag.field: flag.name for flag in make_flags(settings)}
+    try:
+        return settings(**{name: args[name] for name in flags if name in args})
+    except ConfigError as error:
+        raise name_flags(error, flags) from error
 
 
-def _read_model(args: Namespace) -> ModelSizes:
-    size_fields = {name: getattr(args, name) for name in MODEL_SIZE_FIELDS if getattr(args, name) is not None}
-    if args.model is not None:
-        if size_fields:
-            raise ConfigError(f"--model already defines the model sizes; omit {_format_flags(size_fields)}")
-        return read_sizes(args.model.expanduser())
-    missing = [name for name in REQUIRED_SIZE_FLAGS if name not in size_fields]
-    if missing:
-        hint = f"or add {_format_flags(missing)}" if size_fields else "or all Llama model sizes"
-        raise ConfigError(f"set --model to a model folder or config.json, {hint}")
-    return make_llama_sizes({MODEL_SIZE_FIELDS[name]: value for name, value in size_fields.items()})
+def _read_model(settings: ModelSettings) -> ModelSizes:
+    flags = {flag.field: flag.name for flag in make_flags(ModelSettings)}
+    sizes = {name: value for name, value in vars(settings).items() if value is not None and name != "model"}
+    if settings.model is not None:
+        if sizes:
+            names = ", ".join(flags[name] for name in sizes)
+            raise ConfigError(f"--model already defines the model sizes; omit {names}")
+        return read_sizes(Path(settings.model).expanduser())
+    if missing := [flags[name] for name in REQUIRED_SIZES if name not in sizes]:
+        raise ConfigError(f"set --model to a model folder or config.json, or add {', '.join(missing)}")
+    return make_llama_sizes(sizes)
 
 
-def _format_flags(names: Iterable[str]) -> str:
-    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
-
-
-def _read_gpu(args: Namespace) -> Gpu:
-    gpu_figures = (args.gpu_memory, args.gpu_bandwidth, args.gpu_tflops)
-    if args.gpu is None and None in gpu_figures:
+def _read_gpu(settings: ReplicaSettings) -> Gpu:
+    known = find_gpu(settings.gpu) if settings.gpu else Gpu("GPU", 0, 0, 0)
+    gpu = Gpu(
+        known.name,
+        settings.gpu_memory_bytes or known.memory_bytes,
+        1e9 * (settings.gpu_bandwidth or 0) or known.bytes_per_s,
+        1e12 * (settings.gpu_tflops or 0) or known.flops_per_s,
+    )
+    if 0 in gpu:
         raise ConfigError("set --gpu to a GPU name, or set all of --gpu-memory, --gpu-bandwidth and --gpu-tflops")
-    known_gpu = find_gpu(args.gpu) if args.gpu else Gpu("GPU", 0, 0, 0)
-    units = (1, 1e9, 1e12)
-    figures = [
-        old if new is None else new * unit for old, new, unit in zip(known_gpu[1:], gpu_figures, units, strict=True)
-    ]
-    return Gpu(known_gpu.name, *figures)
+    return gpu
 
 
-def _read_mix(args: Namespace, sizes: ModelSizes) -> AdapterMix:
-    if args.ranks is not None and (args.adapters is not None or args.rank is not None):
-        raise ConfigError("set --ranks, or --adapters and --rank, but not both")
-    ranks = [(args.rank or 16, args.adapters or 0)] if args.ranks is None else _read_ranks(args.ranks)
+def _read_mix(settings: AdapterSettings, sizes: ModelSizes) -> AdapterMix:
     names = list(dict.fromkeys(matrix.name for matrix in sizes.matrices))
-    modules = names if args.modules is None else [name.strip() for name in args.modules.split(",")]
+    modules = [name.strip() for name in settings.modules.split(",")] if settings.modules else names
     unknown = [name[:40] for name in modules if name not in names]
     if unknown:
         raise ConfigError(f"--modules: the model has no module {unknown[0]!r}; its modules are {', '.join(names)}")
-    return AdapterMix.from_ranks(sizes, ranks, modules, args.dora)
+    return AdapterMix.from_ranks(sizes, _read_ranks(settings), modules, settings.dora)
 
 
-def _read_ranks(text: str) -> list[tuple[int, int]]:
+def _read_ranks(settings: AdapterSettings) -> list[tuple[int, int]]:
+    text = settings.ranks
+    if text is None:
+        return [(settings.rank or DEFAULT_RANK, settings.adapters or 0)]
+    if settings.adapters is not None or settings.rank is not None:
+        raise ConfigError("set --ranks, or --adapters and --rank, but not both")
     if re.fullmatch(r"\d{1,9}:\d{1,9}(,\d{1,9}:\d{1,9})*", text, re.ASCII) is None:
         raise ConfigError(f"--ranks {text[:100]!r} must have the form 8:700,64:100")
     pairs = [pair.split(":") for pair in text.split(",")]

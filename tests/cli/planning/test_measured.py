@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lorax_server.cli.planning.capacity import AdapterMix, Planner, Popularity, Traffic
+from lorax_server.cli.planning.capacity import AdapterMix, Planner, Popularity, ReplicaSettings, Traffic
 from lorax_server.cli.planning.model_sizes import ModelSizes, make_llama_sizes
 from lorax_server.cli.planning.step_time import (
     ADAPTER_STEP_TIMES,
@@ -105,8 +105,8 @@ def test_prefill_rates_match_measurements(row: list[str]) -> None:
 
 
 def plan_tokens(mix: AdapterMix, traffic: Traffic, max_num_seqs: int, adapter_bytes: int | None = None) -> float:
-    planner = Planner(sizes(), mix, traffic, H200, 128 * 2**30, adapter_bytes=adapter_bytes, max_num_seqs=max_num_seqs)
-    tokens_per_s = planner.plan()["replica"]["tokens_per_s"]
+    settings = ReplicaSettings(host_memory_bytes=128 * 2**30, adapter_bytes=adapter_bytes, max_num_seqs=max_num_seqs)
+    tokens_per_s = Planner(sizes(), mix, traffic, H200, settings).plan()["replica"]["tokens_per_s"]
     assert isinstance(tokens_per_s, float)
     return tokens_per_s
 
