@@ -187,10 +187,12 @@ class StructuredOutput:
                 continue
             completion.state = None
             job = _MaskJob(completion, state, token_ids)
-            if state.compiled.is_fast:
-                batches.setdefault(state.compiled.vocabulary, []).append(job)
-            else:
+            if not state.compiled.is_fast:
                 _submit(self._threads.slow_thread, self._consume, job)
+            elif len(token_ids) > 1:  # accepted draft tokens
+                _submit(self._threads.fast_thread, self._consume, job)
+            else:
+                batches.setdefault(state.compiled.vocabulary, []).append(job)
         for batch in batches.values():
             _submit(self._threads.fast_thread, self._consume_batch, batch)
 
@@ -278,12 +280,7 @@ class StructuredOutput:
         return MAX_FORCED_TOKENS if len(self._grammar_requests) <= self.max_fast_forward else 0
 
     def _consume_batch(self, batch: Sequence[_MaskJob]) -> None:
-        """Consume the tokens of each completion in a batch of fast grammars that share a vocabulary."""
-        for job in [each for each in batch if len(each.token_ids) > 1]:  # accepted draft tokens
-            self._consume(job)
-        batch = [each for each in batch if len(each.token_ids) == 1]
-        if not batch:
-            return
+        """Consume one token of each completion in a batch of fast grammars that share a vocabulary."""
         started = time.monotonic()
         errors: Sequence[BaseException | None]
         try:

@@ -66,11 +66,7 @@ def _find_schema(response_format: Mapping[str, Any]) -> Any:
 
     LoRAX also spells the types `JsonObject` and `JsonSchema`.
     """
-    kind = response_format.get("type")
-    if not isinstance(kind, str):
-        raise InputError(
-            f"`response_format.type` must be 'text', 'json_object' or 'json_schema' (got {type(kind).__name__})"
-        )
+    kind = response_format["type"]
     name = kind[:32].lower().replace("_", "")
     if name == "text":
         return None
@@ -78,11 +74,8 @@ def _find_schema(response_format: Mapping[str, Any]) -> Any:
         raise NotSupportedError(
             f"`response_format.type` must be 'text', 'json_object' or 'json_schema' (got {kind[:32]!r})"
         )
-    schema, nested = response_format.get("schema"), response_format.get("json_schema")
-    if name == "jsonschema" and nested is not None:
-        if not isinstance(nested, Mapping):
-            raise InputError("`response_format.json_schema` must be an object with a `name` and a `schema`")
-        schema = nested.get("schema")
+    nested = response_format.get("json_schema") if name == "jsonschema" else None
+    schema = (response_format if nested is None else nested).get("schema")
     if isinstance(schema, str):
         raise InputError("`response_format`: the JSON schema must be an object (got str)")
     return ANY_OBJECT_SCHEMA if schema is None else schema

@@ -127,7 +127,7 @@ def test_logprobs_are_computed_before_mask(sdk: openai.OpenAI) -> None:
     [
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}}}, '"not"'),
         ({"response_format": {"type": "xml"}}, "(got 'xml')"),
-        ({"response_format": {}}, "`response_format.type` must be"),
+        ({"response_format": {}}, "response_format.type: Field required"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": 5}}}, "must be an object"),
         ({"guided_regex": "(?=a)b"}, "look-around"),
         ({"guided_grammar": "start: what"}, "unknown name"),

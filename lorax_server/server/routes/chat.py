@@ -15,6 +15,7 @@ from lorax_server.server.generations import RemoteGeneration, finish_all
 from lorax_server.server.http.error_responses import json_response
 from lorax_server.server.request_context import RequestContext, RequestOptions, constrain
 from lorax_server.server.routes import openai
+from lorax_server.server.routes.lorax import read_structure
 from lorax_server.server.schemas.openai import ChatCompletionRequest, ChatCompletionResponse, Message, TextPart
 from lorax_server.server.schemas.unsupported_fields import CHAT
 from lorax_server.server.service import Service
@@ -87,7 +88,7 @@ async def prepare_chats(context: RequestContext, body: ChatCompletionRequest) ->
     bodies = openai.split_models(body, context.service.model_names)
     options = _to_options(context.service, body, len(bodies))
     await context.admit(len(options.seeds) * len(bodies), bool(body.stream), len(bodies))
-    structure, tools = await openai.read_structure(body), None
+    structure, tools = await read_structure(body), None
     if body.tools or body.tool_choice:
         is_parallel = body.parallel_tool_calls is not False
         tools = await asyncio.to_thread(parse_tool_definitions, body.tools, body.tool_choice, is_parallel)

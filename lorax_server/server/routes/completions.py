@@ -18,6 +18,7 @@ from lorax_server.server.generations import RemoteGeneration, finish_all
 from lorax_server.server.http.error_responses import json_response
 from lorax_server.server.request_context import RequestContext, RequestOptions, constrain
 from lorax_server.server.routes import openai
+from lorax_server.server.routes.lorax import read_structure
 from lorax_server.server.schemas.openai import CompletionRequest, CompletionResponse
 from lorax_server.server.schemas.unsupported_fields import COMPLETIONS
 from lorax_server.server.service import Service
@@ -52,7 +53,7 @@ async def _complete(context: RequestContext, body: CompletionRequest) -> Respons
     bodies = openai.split_models(body, context.service.model_names)
     options = _to_options(context.service, body, len(prompts) * len(bodies), num_choices, num_candidates)
     await context.admit(num_candidates * len(prompts) * len(bodies), bool(body.stream), len(bodies))
-    options = constrain(context.service, options, await openai.read_structure(body))
+    options = constrain(context.service, options, await read_structure(body))
     groups = []
     for model, prompt in product(await openai.resolve_all(context, bodies), prompts):
         generations = await context.prepare(model, prompt, options)

@@ -18,6 +18,7 @@ from lorax_server.server.http.error_responses import json_response
 from lorax_server.server.http.sse import encode_events
 from lorax_server.server.request_context import RequestContext, RequestOptions, constrain
 from lorax_server.server.schemas.lorax import (
+    CommonOptions,
     CompatGenerateRequest,
     ErrorResponse,
     FanOutResponse,
@@ -275,16 +276,15 @@ def to_options(service: Service, inputs: str, parameters: GenerateParameters, is
     )
 
 
-async def read_structure(parameters: GenerateParameters) -> Structure | None:
+async def read_structure(body: CommonOptions) -> Structure | None:
     """Return the request's grammar, or None. Call this after admission, because analyzing schemas is expensive.
 
     Unlike in LoRAX, the response format `text` applies no constraint.
     """
-    response_format = parameters.response_format
-    if response_format is None:
-        return None
-    fields = {"response_format": response_format.model_dump(by_alias=True)}
-    return await asyncio.to_thread(request_formats.read_structure, fields)
+    names = type(body).model_fields.keys() & set(request_formats.FORMAT_FIELDS)
+    dumped = body.model_dump(include=names, by_alias=True)
+    fields = {name: value for name, value in dumped.items() if value is not None}
+    return await asyncio.to_thread(request_formats.read_structure, fields) if fields else None
 
 
 def _make_merge(merged: MergedAdapters, weights: list[float], seed: int | None) -> Merge:

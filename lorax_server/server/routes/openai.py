@@ -1,6 +1,5 @@
 """Code shared by the OpenAI routes: model selection, parameters, and responses."""
 
-import asyncio
 import secrets
 import time
 import uuid
@@ -30,8 +29,7 @@ from lorax_server.server.routes.lorax import choose_merged_adapters
 from lorax_server.server.schemas.openai import CommonRequest, FanOutRequest, OpenAIErrorResponse
 from lorax_server.server.schemas.pooling import PooledRequest
 from lorax_server.server.service import Service
-from lorax_server.structured_output import request_formats
-from lorax_server.types import MAX_SEED, FinishReason, SamplingParams, StopParams, Structure
+from lorax_server.types import MAX_SEED, FinishReason, SamplingParams, StopParams
 
 OPENAPI_TAG = "OpenAI Compatible"
 ERROR_STATUSES = (400, 401, 403, 404, 408, 413, 415, 422, 429, 500, 503, 504)
@@ -151,12 +149,6 @@ def to_options(
         salt=body.cache_salt or "",
         speculation=body.speculation != "off",
     )
-
-
-async def read_structure(body: CommonRequest) -> Structure | None:
-    """Return the request's grammar, or None. Call this after admission, because analyzing schemas is expensive."""
-    fields = {name: value for name in request_formats.FORMAT_FIELDS if (value := getattr(body, name)) is not None}
-    return await asyncio.to_thread(request_formats.read_structure, fields) if fields else None
 
 
 def _make_sampling_params(service: Service, body: CommonRequest, num_alternatives: int) -> SamplingParams:

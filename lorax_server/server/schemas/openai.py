@@ -11,6 +11,7 @@ from lorax_server.server.schemas.lorax import (
     Fraction,
     NonNegativeInt,
     PositiveInt,
+    ResponseFormat,
     Schema,
     StopString,
     Tier,
@@ -79,15 +80,6 @@ StopTokenIds = FailFastList[Annotated[int, Field(ge=0, lt=2**31)]]
 PROMPT_LIST_FIELD = Field(max_length=MAX_PROMPTS, json_schema_extra={"minItems": 1})
 PromptText = Annotated[str, Field(json_schema_extra={"minLength": 1})]
 PromptIds = Annotated[TokenIds, Field(json_schema_extra={"minItems": 1})]
-ResponseFormatDict = Annotated[
-    dict[str, Any],
-    Field(
-        json_schema_extra={
-            "required": ["type"],
-            "properties": {"type": {"enum": ["text", "json_object", "json_schema"]}, "json_schema": {"type": "object"}},
-        }
-    ),
-]
 
 
 class StreamOptions(Schema):
@@ -128,7 +120,7 @@ class CommonRequest(CommonOptions):
     guided_choice: FailFastList[str] | None = None
     guided_grammar: str | None = Field(default=None, description="A grammar in llguidance's Lark dialect or in GBNF")
 
-    response_format: ResponseFormatDict | None = Field(default=None, description="The format of the completion text")
+    response_format: ResponseFormat | None = Field(default=None, description="The format of the completion text")
 
     @property
     def wants_usage(self) -> bool:
