@@ -69,10 +69,7 @@ def _add_generate_flags(parser: Parser) -> None:
     )
     parser.add_argument("prompt", metavar="PROMPT", help="prompt; - reads standard input")
     parser.add_argument("--raw", action="store_true", help="complete the prompt without the chat template")
-    parser.add_argument("--system", metavar="TEXT", help="system message before the prompt; needs a chat template")
     _add_sampling_flags(parser)
-    limit = "maximum number of generated tokens (default: up to the context length)"
-    parser.add_argument("--max-new-tokens", "--max-tokens", type=int, metavar="N", help=limit)
     parser.add_argument("--stop", action="append", metavar="TEXT", help="stop sequence; repeatable")
     parser.add_argument("--details", action="store_true", help="print token counts and speed at the end")
     parser.add_argument("--no-stream", action="store_true", help="print the whole completion at the end")
@@ -81,12 +78,21 @@ def _add_generate_flags(parser: Parser) -> None:
 def _add_sampling_flags(parser: Parser) -> None:
     parser.add_argument("--adapter", metavar="NAME", help="adapter to use (default: the base model)")
     parser.add_argument("--adapter-source", metavar="SOURCE", help="hub, local or s3 (default: the server's)")
+    parser.add_argument("--system", metavar="TEXT", help="system message before the prompt; needs a chat template")
+    limit = "maximum number of generated tokens (default: up to the context length)"
+    parser.add_argument("--max-new-tokens", "--max-tokens", type=int, metavar="N", help=limit)
     for name, (kind, text) in SAMPLING_FLAGS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X" if kind is float else "N", help=text)
 
 
 def _drop_none(**fields: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def _make_chat_body(args: Namespace, adapter_id: str, messages: list[dict[str, str]]) -> dict[str, Any]:
+    source = args.adapter_source if adapter_id else None
+    body = _drop_none(model=adapter_id, messages=messages, adapter_source=source, max_tokens=args.max_new_tokens)
+    return body | _collect_sampling_parameters(args)
 
 
 def _collect_sampling_parameters(args: Namespace) -> dict[str, Any]:
@@ -99,7 +105,8 @@ def _run_generate(api: ApiClient, args: Namespace) -> int:
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     started, first_s = time.perf_counter(), None
     details: dict[str, Any] = {}
-    for text in _generate_text(api, args, prompt, details):
+    texts = _generate_text(api, args, prompt, details)
+    for text in ["".join(texts)] if args.no_stream else texts:
         first_s = first_s or time.perf_counter() - started
         write_output(text)
     total_s = time.perf_counter() - started
@@ -128,26 +135,9 @@ def _generate_text(api: ApiClient, args: Namespace, prompt: str, details: dict[s
 def _stream_chat_reply(api: ApiClient, args: Namespace, prompt: str, details: dict[str, Any]) -> Generator[str]:
     """Yield the response to a chat message."""
     system = [{"role": "system", "content": args.system}] if args.system else []
-    body = {"model": args.adapter or "", "messages": [*system, {"role": "user", "content": prompt}]}
-    body |= _drop_none(
-        adapter_source=args.adapter_source if args.adapter else None, max_tokens=args.max_new_tokens, stop=args.stop
-    )
-    body |= (
-        _collect_sampling_parameters(args)
-        if _uses_sampling(args)
-        else {**_collect_sampling_parameters(args), "temperature": 0}
-    )
-    if not args.no_stream:
-        yield from stream_chat(api, body, details)
-        return
-    response = api.request("/v1/chat/completions", body)
-    try:
-        choice = response["choices"][0]
-        text = str(choice["message"]["content"] or "")
-    except (KeyError, IndexError, TypeError) as error:
-        raise LoraxError("the server's response has no choices; is it a lorax server?") from error
-    _read_usage(response, choice, details)
-    yield text
+    body = _make_chat_body(args, args.adapter or "", [*system, {"role": "user", "content": prompt}])
+    body |= _drop_none(stop=args.stop, temperature=None if _uses_sampling(args) else 0)
+    return stream_chat(api, body, details)
 
 
 def _stream_completion(api: ApiClient, args: Namespace, prompt: str, details: dict[str, Any]) -> Generator[str]:
@@ -162,17 +152,11 @@ def _stream_completion(api: ApiClient, args: Namespace, prompt: str, details: di
         **_collect_sampling_parameters(args),
     )
     body, last = {"inputs": prompt, "parameters": parameters}, None
-    if args.no_stream:
-        last = api.request("/generate", body)
-        if not isinstance(last, dict) or not isinstance(last.get("generated_text"), str):
-            raise LoraxError("the server's response has no generated_text; is it a lorax server?")
-        yield last["generated_text"]
-    else:
-        for last in api.stream("/generate_stream", body):
-            token = last.get("token") if isinstance(last, dict) else None
-            if not isinstance(token, dict):
-                raise LoraxError("the server's events have no token; is it a lorax server?")
-            yield "" if token.get("special") else str(token.get("text", ""))
+    for last in api.stream("/generate_stream", body):
+        token = last.get("token") if isinstance(last, dict) else None
+        if not isinstance(token, dict):
+            raise LoraxError("the server's events have no token; is it a lorax server?")
+        yield "" if token.get("special") else str(token.get("text", ""))
     details |= find_details(last)
 
 
@@ -189,15 +173,6 @@ def _add_chat_flags(parser: Parser) -> None:
     parser.description = f"Chat with a model. {CHAT_HELP}.\nCtrl-C stops a response, Ctrl-D exits."
     parser.epilog = "examples:\n  lorax chat --adapter poet --system 'You are a poet.'\n  echo 'Hello!' | lorax chat"
     _add_sampling_flags(parser)
-    parser.add_argument("--system", metavar="TEXT", help="system message at the start of the conversation")
-    parser.add_argument(
-        "--max-tokens",
-        "--max-new-tokens",
-        dest="max_tokens",
-        type=int,
-        metavar="N",
-        help="maximum number of tokens per response",
-    )
 
 
 class Conversation:
@@ -205,9 +180,8 @@ class Conversation:
 
     def __init__(self, api: ApiClient, args: Namespace) -> None:
         self._api = api
-        self._settings = _collect_sampling_parameters(args) | _drop_none(max_tokens=args.max_tokens)
+        self._args = args
         self._start = [{"role": "system", "content": args.system}] if args.system else []
-        self._adapter_source = args.adapter_source
         self.adapter_id = args.adapter or ""
         self.messages = [*self._start]
 
@@ -230,7 +204,8 @@ class Conversation:
         """Print a response and return its text, which may be truncated by Ctrl-C."""
         text = ""
         try:
-            with closing(self._stream_text(messages)) as chunks:
+            body = _make_chat_body(self._args, self.adapter_id, messages)
+            with closing(stream_chat(self._api, body, {})) as chunks:
                 for chunk in chunks:
                     text += chunk
                     write_output(chunk)
@@ -239,15 +214,12 @@ class Conversation:
         write_output("\n")
         return text
 
-    def _stream_text(self, messages: list[dict[str, str]]) -> Generator[str]:
-        body = {"model": self.adapter_id, "messages": messages, **self._settings}
-        if self.adapter_id and self._adapter_source:
-            body["adapter_source"] = self._adapter_source
-        return stream_chat(self._api, body, {})
-
 
 def stream_chat(api: ApiClient, body: Mapping[str, Any], details: dict[str, Any]) -> Generator[str]:
-    """Yield the text of a chat completion as it is generated. Set the finish reason and token counts in `details`."""
+    """Yield the text of a chat completion as it is generated.
+
+    Set the finish reason and the token counts in `details`, with LoRAX's names.
+    """
     is_complete = False
     with closing(api.stream("/v1/chat/completions", {**body, "stream": True})) as events:
         for event in events:
@@ -255,22 +227,17 @@ def stream_chat(api: ApiClient, body: Mapping[str, Any], details: dict[str, Any]
                 choice = ((event or {"choices": []})["choices"] or [{}])[0]
                 text = str((choice.get("delta") or {}).get("content") or "")
                 is_complete |= event is None or bool(choice.get("finish_reason"))
-                _read_usage(event or {}, choice, details)
+                usage = (event or {}).get("usage") or {}
+                details |= _drop_none(
+                    finish_reason=choice.get("finish_reason"),
+                    prompt_tokens=usage.get("prompt_tokens"),
+                    generated_tokens=usage.get("completion_tokens"),
+                )
             except (KeyError, TypeError, AttributeError) as error:
                 raise LoraxError("the server's events have no choices; is it a lorax server?") from error
             yield text
     if not is_complete:
         raise LoraxError("the stream stopped before the completion was finished")
-
-
-def _read_usage(event: Mapping[str, Any], choice: Mapping[str, Any], details: dict[str, Any]) -> None:
-    """Read the finish reason and token counts, in LoRAX's names, from a chat completion or stream event."""
-    usage = event.get("usage") or {}
-    details |= _drop_none(
-        finish_reason=choice.get("finish_reason"),
-        prompt_tokens=usage.get("prompt_tokens"),
-        generated_tokens=usage.get("completion_tokens"),
-    )
 
 
 def _run_chat(api: ApiClient, args: Namespace) -> int:

@@ -401,13 +401,14 @@ def test_generate_sends_sampling_parameters(server: Server, argv: list[str], exp
 
 
 def test_generate_can_disable_streaming(server: Server, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    server.replies["/generate"] = lambda _: (200, {"generated_text": " blue", "details": {"generated_tokens": 1}})
+    server.replies["/generate_stream"] = answer(" very", " blue")
     monkeypatch.setattr(sys, "stdin", io.StringIO("The sky is"))
     assert main(["generate", "--raw", "-", "--no-stream", "--details", "--api-key", "secret"]) == 0
     shown = capsys.readouterr()
-    assert shown.out == " blue\n"
-    assert "generated_tokens 1" in shown.err
-    assert server.bodies("/generate")[0]["inputs"] == "The sky is"
+    assert shown.out == " very blue\n"
+    assert "generated_tokens" in shown.err
+    assert "first token" not in shown.err
+    assert server.bodies("/generate_stream")[0]["inputs"] == "The sky is"
     assert server.seen[0][2]["authorization"] == "Bearer secret"
 
 
@@ -514,13 +515,13 @@ def test_generate_sends_prompt_as_chat_message(server: Server, capsys: pytest.Ca
 def test_generate_is_greedy_in_chats_without_sampling_flags(
     server: Server, argv: list[str], expected: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    message = {"role": "assistant", "content": "Yes."}
-    server.replies[CHAT] = reply_with(200, {"choices": [{"message": message, "finish_reason": "stop"}], "usage": USAGE})
+    server.replies[CHAT] = chat_answer("Y", "es.")
     assert main(["generate", "Hi", "--no-stream", "--details", *argv]) == 0
     shown = capsys.readouterr()
     assert shown.out == "Yes.\n"
     assert "first token" not in shown.err
-    assert server.bodies(CHAT) == [{"model": "", "messages": [{"role": "user", "content": "Hi"}], **expected}]
+    body = {"model": "", "messages": [{"role": "user", "content": "Hi"}], "stream": True, **expected}
+    assert server.bodies(CHAT) == [body]
 
 
 def test_generate_completes_text_without_chat_template(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
@@ -542,11 +543,11 @@ def test_generate_completes_text_without_chat_template(server: Server, capsys: p
     assert "leave out --raw" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("body", [[], {}, {"choices": []}, {"choices": [5]}, {"choices": [{"message": None}]}])
+@pytest.mark.parametrize("body", [[5], {"error_count": 1}, {"choices": 5}, {"choices": [5]}])
 def test_generate_rejects_invalid_chat_response(server: Server, body: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    server.replies[CHAT] = reply_with(200, body)
+    server.replies[CHAT] = lambda _: iter([event(body)])
     assert main(["generate", "Hi", "--no-stream"]) == 1
-    assert "the server's response has no choices" in capsys.readouterr().err
+    assert "the server's events have no choices" in capsys.readouterr().err
 
 
 # --- chat
