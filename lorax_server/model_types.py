@@ -124,7 +124,8 @@ def _find_problem(
     config: Mapping[str, Any], needs_adapters: bool, generates: Callable[[Mapping[str, Any]], bool]
 ) -> str | None:
     """Return the reason why the model cannot be served, or None."""
-    model_type, classes, stored = (config.get(n) for n in ("model_type", "architectures", "quantization_config"))
+    model_type, classes = config.get("model_type"), config.get("architectures")
+    stored = config.get("quantization_config") or config.get("compression_config")
     classes = classes or []
     if not isinstance(model_type, str) or not isinstance(classes, list) or not all(isinstance(c, str) for c in classes):
         return "config.json must contain a `model_type` and a list of `architectures`"

@@ -41,6 +41,8 @@ def read_quantization_config(stored: Any) -> QuantizationConfig | None:
         return None
     if not isinstance(stored, Mapping):
         raise ConfigError(f"config field quantization_config must be an object (got {stored!r})")
+    if isinstance(stored.get("quantization_config"), Mapping):
+        stored = stored["quantization_config"] | {"quant_method": stored.get("quant_method")}  # as in old files
     method = stored.get("quant_method")
     if method is None and (stored.get("load_in_8bit") or stored.get("load_in_4bit")):
         method = "bitsandbytes"  # written by old versions of transformers
@@ -50,7 +52,7 @@ def read_quantization_config(stored: Any) -> QuantizationConfig | None:
         )
     try:
         return _READERS[method](stored)
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ConfigError(f"config field quantization_config cannot be read ({method}): {error}") from error
 
 
@@ -77,7 +79,8 @@ def _read_gptq(stored: Mapping[str, Any]) -> QuantizationConfig:
 
 
 def _read_awq(stored: Mapping[str, Any]) -> QuantizationConfig:
-    layout = str(stored.get("version") or stored.get("format") or "gemm").lower()
+    layout = next((stored[field] for field in ("version", "format", "checkpoint_format") if stored.get(field)), "gemm")
+    layout = str(layout).lower()
     if layout != "gemm":
         raise _unsupported("awq", f"version = {layout!r}; use gemm")
     if (bits := _read_bits("awq", stored)) != 4:
@@ -111,11 +114,12 @@ def _read_compressed_tensors(stored: Mapping[str, Any]) -> QuantizationConfig:
     sparsity = stored.get("sparsity_config") or {}
     if sparsity.get("format", "dense") != "dense":
         raise _unsupported("compressed-tensors", f"sparsity_config format = {sparsity['format']!r}; use dense")
-    layout, bits, has_floats, blocks = stored.get("format") or "dense", set(), False, set()
-    for group in (stored.get("config_groups") or {}).values():
-        for name in (layout, group.get("format") or layout):
-            if name not in COMPRESSED_FORMATS:
-                raise _unsupported("compressed-tensors", f"format = {name!r}; use {', '.join(COMPRESSED_FORMATS[:4])}")
+    groups = list((stored.get("config_groups") or {}).values())
+    for name in (stored.get("format"), *(group.get("format") for group in groups)):
+        if name and name not in COMPRESSED_FORMATS:
+            raise _unsupported("compressed-tensors", f"format = {name!r}; use {', '.join(COMPRESSED_FORMATS[:4])}")
+    bits, has_floats, blocks = set(), False, set()
+    for group in groups:
         weights = group.get("weights") or {}
         if weights and weights.get("type", "int") == "float":
             if weights.get("num_bits") != 8:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from lorax_server.kernels.matrix import StoredMatrix
 
 TILE_INPUTS = 32  # inputs per AMX instruction in the paired layout
+PACK_CHUNK_ELEMENTS = 2**20  # matrix elements to pack at a time, to limit temporary memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,11 +63,31 @@ class PanelMatrix(StoredMatrix):
 
 
 def to_panels(weight: torch.Tensor, width: int, narrow_dtypes: Sequence[torch.dtype] = ()) -> PanelMatrix:
-    """Pack a matrix into panels. A float32 matrix that a narrow dtype represents exactly is stored in that dtype."""
+    """Pack a matrix into panels. A float32 matrix that a narrow dtype represents exactly is stored in that dtype,
+    because narrow weights are read faster.
+    """
     outputs, inputs = weight.shape
-    filled = F.pad(narrow_if_exact(weight, narrow_dtypes), (0, 0, 0, -outputs % width))
-    panels = filled.view(-1, width, inputs).transpose(1, 2).contiguous()
+    for dtype in (*(narrow_dtypes if weight.dtype == torch.float32 else ()), weight.dtype):
+        panels = torch.empty(-(-outputs // width), inputs, width, dtype=dtype)
+        if all(_fill_panels(panels, weight, start) for start in range(0, len(panels), _panels_at_a_time(panels))):
+            break
     return PanelMatrix(panels, weight.dtype, inputs, 0, outputs)
+
+
+def _panels_at_a_time(panels: torch.Tensor) -> int:
+    return max(1, PACK_CHUNK_ELEMENTS // max(1, panels[:1].numel()))
+
+
+def _fill_panels(panels: torch.Tensor, weight: torch.Tensor, start: int) -> bool:
+    """Fill some panels, starting at `start`. Return False if their dtype does not represent the weights exactly."""
+    count, (_, inputs, width) = _panels_at_a_time(panels), panels.shape
+    rows = weight[start * width : (start + count) * width]
+    narrow = rows.to(panels.dtype)
+    if narrow.dtype != rows.dtype and not torch.equal(narrow.to(rows.dtype), rows):
+        return False
+    filled = F.pad(narrow, (0, 0, 0, -len(rows) % width))
+    panels[start : start + count] = filled.view(-1, width, inputs).transpose(1, 2)
+    return True
 
 
 def to_paired_panels(weight: torch.Tensor, width: int) -> PanelMatrix:
@@ -75,12 +96,3 @@ def to_paired_panels(weight: torch.Tensor, width: int) -> PanelMatrix:
     filled = F.pad(weight, (0, -inputs % TILE_INPUTS, 0, -outputs % width))
     panels = filled.view(-1, width, filled.shape[1] // 2, 2).transpose(1, 2).contiguous()
     return PanelMatrix(panels, weight.dtype, inputs, 0, outputs)
-
-
-def narrow_if_exact(weight: torch.Tensor, dtypes: Sequence[torch.dtype]) -> torch.Tensor:
-    """Return a float32 tensor in the first dtype that represents it exactly, because narrow weights load faster."""
-    for dtype in dtypes if weight.dtype == torch.float32 else ():
-        narrow = weight.to(dtype)
-        if torch.equal(narrow.float(), weight):
-            return narrow
-    return weight

@@ -155,8 +155,8 @@ class BlockMatrix(QuantizedMatrix):
     def read(self) -> torch.Tensor:
         shape = (len(self), self.scales.shape[1], self.block)
         values = self.unpack()
-        decoded = values.float() if self.levels is None else self.levels[values.int()]
-        weights = decoded.view(shape) * self.scales.float()[..., None]
+        decoded = values.float() if self.levels is None else self.levels.index_select(0, values.flatten().int())
+        weights = decoded.view(shape).mul_(self.scales.float()[..., None])
         if self.offsets is not None:
             weights += self.offsets.float()[..., None]
         return weights.view(self.shape).to(self.dtype)

@@ -43,6 +43,7 @@ POSITIVE_INT_FIELDS = (
 )
 EXPERT_COUNT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 EPSILON_FIELDS = ("layer_norm_eps", "layer_norm_epsilon", "rms_norm_eps")
+OLD_QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json")  # of AutoGPTQ and AutoAWQ
 
 
 def get_model(
@@ -147,6 +148,12 @@ def load_config(settings: ModelConfig) -> Any:
     if config.model_type != model_type:
         raise ConfigError(f"{path}: transformers reads it as {config.model_type!r}, which is not supported")
     _check_config(config)
+    for name in OLD_QUANTIZATION_FILES:
+        if find_quantization(config) is None and (settings.path / name).is_file():
+            raise ConfigError(
+                f"{settings.path / name}: describes a quantized checkpoint, but config.json has no "
+                "quantization_config; copy the content to this field, and add quant_method = gptq or awq"
+            )
     config.quantize = settings.quantize
     return config
 
@@ -201,7 +208,7 @@ def _is_stored_so(settings: ModelConfig, quantization: QuantizationConfig | None
 
 def find_quantization(config: Any) -> QuantizationConfig | None:
     """Return how a checkpoint is quantized, or None. gpt-oss models read their MXFP4 tensors without it."""
-    stored = getattr(config, "quantization_config", None)
+    stored = getattr(config, "quantization_config", None) or getattr(config, "compression_config", None)
     return None if is_mxfp4(config.model_type, stored) else read_quantization_config(stored)
 
 

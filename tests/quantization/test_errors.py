@@ -60,6 +60,13 @@ INT4_GROUP = {"weights": {"num_bits": 4, "type": "int"}}
             "num_bits = 3",
         ),
         ({"quant_method": "compressed-tensors", "config_groups": ["a"]}, "cannot be read"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format = 'marlin-24'"),
+        (
+            {"quant_method": "compressed-tensors", "quantization_config": {"transform_config": {"a": 1}}},
+            "transform_config",
+        ),
+        ({"quant_method": "awq", "bits": 4, "checkpoint_format": "gemv"}, "version = 'gemv'"),
+        ({"quant_method": "fp8", "weight_block_size": [float("inf"), 1]}, "cannot be read"),
     ],
 )
 def test_unsupported_config_is_rejected(stored: Any, message: str) -> None:
@@ -108,6 +115,10 @@ def fill_with_nan(tensor: torch.Tensor) -> torch.Tensor:
     return torch.full_like(tensor, float("nan"))
 
 
+def fill_with_float_nan(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.full(tensor.shape, float("nan"))
+
+
 def write_state(**changes: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     def write(stored: torch.Tensor) -> torch.Tensor:
         state = json.loads(bytes(stored.tolist())) | changes
@@ -127,11 +138,34 @@ DAMAGES: dict[str, tuple[str, str, Any, str]] = {
     "gptq with too few inputs": ("gptq", "qweight", lambda x: x[:-1], "has shape .* expected"),
     "gptq with wide words": ("gptq", "qweight", lambda x: x.long(), "dtype torch.int64"),
     "gptq without groups": ("gptq", "scales", lambda x: x[:0], "has shape .* expected"),
+    "gptq with flat scales": ("gptq", "scales", lambda x: x[0, 0], "has shape .* expected"),
+    "gptq with flat words": ("gptq", "qweight", lambda x: x[0], "expected two positive numbers"),
+    "awq with flat scales": ("awq", "scales", lambda x: x[0, 0], "cannot be divided into 0 groups"),
+    "awq without groups": ("awq", "scales", lambda x: x[:0], "cannot be divided into 0 groups"),
+    "awq with uneven groups": ("awq", "scales", lambda x: x.repeat(2, 1)[:3], "cannot be divided into 3 groups"),
+    "packed without groups": ("ct-int4", "weight_scale", lambda x: x[:, :0], "cannot be divided into 0 groups"),
+    "packed with flat words": ("ct-int4", "weight_packed", lambda x: x[0], "expected two positive numbers"),
+    "packed with a long shape": ("ct-int4", "weight_shape", lambda x: x.repeat(10), "two positive integers"),
+    "packed with a float shape": ("ct-int4", "weight_shape", fill_with_float_nan, "two positive integers"),
+    "int8 without groups": ("ct-w8a8", "weight_scale", lambda x: x[:, :0], "cannot be divided into 0 groups"),
+    "fp8 rows with uneven groups": ("ct-fp8-rows", "weight_scale", lambda x: x.repeat(1, 3), "into 3 groups"),
+    "flat fp8": ("fp8-matrix", "weight", lambda x: x.flatten(), "expected two positive numbers"),
+    "nf4 with infinite shape": ("nf4", NF4_STATE, write_state(shape=[float("inf"), 64]), "cannot be read"),
+    "nf4 with huge blocks": ("nf4", NF4_STATE, write_state(blocksize=2**70), "has shape .* expected"),
+    "nested with infinite offset": ("nf4-double", NF4_STATE, write_state(nested_offset=float("nan")), "must be finite"),
+    "nested with huge offset": ("nf4-double", NF4_STATE, write_state(nested_offset=10**400), "cannot be read"),
+    "nested with blocks of 0": ("nf4-double", NF4_STATE, write_state(nested_blocksize=0), "nested_blocksize positive"),
+    "int8 with two layouts": (
+        "bitsandbytes-int8",
+        "weight_format",
+        lambda x: x.repeat(2),
+        "layout for one kind of GPU",
+    ),
     "awq without scales": ("awq", "scales", None, "scales' is missing"),
     "awq with other zero points": ("awq", "qzeros", lambda x: x[:-1], "has shape .* expected"),
     "packed without shape": ("ct-int4", "weight_shape", None, "weight_shape' is missing"),
     "packed with a huge shape": ("ct-int4", "weight_shape", lambda x: x * 2**40, "does not fit"),
-    "packed with a negative shape": ("ct-int4", "weight_shape", lambda x: -x, "two positive numbers"),
+    "packed with a negative shape": ("ct-int4", "weight_shape", lambda x: -x, "two positive integers"),
     "packed with wrong groups": ("ct-int4-act-order", "weight_g_idx", lambda x: x + 1, "numbers below 2"),
     "fp8 with wrong blocks": ("fp8-blocks", "weight_scale_inv", lambda x: x[:, :-1], "has shape .* expected"),
     "fp8 without scales": ("fp8-matrix", "weight_scale", None, "float8_e4m3fn; only float16 to float64"),
@@ -190,3 +224,30 @@ def test_estimated_bytes_are_close_to_loaded_bytes(name: str, tmp_path: Path) ->
     quantization = read_quantization_config(FORMATS[name].config)
     estimate = estimate_bytes(tmp_path, torch.float32, torch.device("cpu"), None, quantization)
     assert 0.8 < estimate / model_bytes(model) < 1.1
+
+
+def test_awq_with_scaled_activations_is_rejected(damaged: Callable[..., Path]) -> None:
+    def change(tensors: Tensors) -> None:
+        tensors["model.layers.0.mlp.act.scales"] = torch.ones(128)
+
+    with pytest.raises(WeightsError, match=r"AWQ with scaled activations is not supported \(tensor '.*act.scales'\)"):
+        serve(damaged("awq", change), dtype="float32")
+
+
+def test_gptq_groups_must_divide_inputs(damaged: Callable[..., Path]) -> None:
+    def change(tensors: Tensors) -> None:
+        del tensors[f"{MODULE}.g_idx"]
+        for part in ("scales", "qzeros"):
+            tensors[f"{MODULE}.{part}"] = tensors[f"{MODULE}.{part}"].repeat(2, 1)[:3]
+
+    with pytest.raises(WeightsError, match="cannot be divided into 3 groups"):
+        serve(damaged("gptq", change), dtype="float32")
+
+
+@pytest.mark.parametrize("name", ["quantize_config.json", "quant_config.json"])
+def test_config_of_old_quantized_checkpoints_is_explained(name: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, make_oracle(num_hidden_layers=1), "gptq")
+    change_json(tmp_path / "config.json", quantization_config=None)
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(ConfigError, match=f"{name}: describes a quantized checkpoint, but config.json has no"):
+        serve(tmp_path)

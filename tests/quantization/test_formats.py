@@ -78,8 +78,9 @@ def test_quantized_matrices_can_be_kept(name: str, tmp_path: Path) -> None:
     driver = PagedDriver(get_model(settings, ops=KeepingOps()))
     expected = oracle_logits(oracle, PROMPT, len(PROMPT), {})
     assert (prefill(driver) - expected).abs().max() < TOLERANCE
-    if "act-order" not in name:
+    if "act-order" not in name and "short-group" not in name:
         assert driver.model.weight_format == FORMATS[name].label
+    if driver.model.weight_format == FORMATS[name].label and name != "ct-int4-tensor":  # fused with 8 bits
         quantization = find_quantization(load_config(settings))
         estimate = estimate_bytes(tmp_path, torch.float32, torch.device("cuda"), quantization=quantization)
         assert estimate == pytest.approx(model_bytes(driver.model), rel=0.1)

@@ -212,6 +212,30 @@ def _act_order(weight: torch.Tensor) -> tuple[Stored, torch.Tensor]:
     return stored | shape, (values - zeros[:, groups]).float() * scales.float()[:, groups]
 
 
+def _unpacked_zeros(weight: torch.Tensor) -> tuple[Stored, torch.Tensor]:
+    """Quantize with zero points that are not packed."""
+    groups = torch.arange(weight.shape[1]) // GROUP
+    values, scales, zeros = _choose_integers(weight, groups, 4, is_symmetric=False)
+    stored = {
+        "weight_packed": _pack(values, 4),
+        "weight_scale": scales,
+        "weight_zero_point": (zeros - 8).to(torch.int8),
+    }
+    shape = {"weight_shape": torch.tensor(weight.shape)}
+    return stored | shape, (values - zeros[:, groups]).float() * scales.float()[:, groups]
+
+
+def _change(original: Format, change: Callable[[Stored], object]) -> Format:
+    """Return a format that changes the stored tensors of another format."""
+
+    def quantize(weight: torch.Tensor) -> tuple[Stored, torch.Tensor]:
+        stored, dequantized = original.quantize(weight)
+        change(stored)
+        return stored, dequantized
+
+    return replace(original, quantize=quantize)
+
+
 # --- bitsandbytes -----------------------------------------------------------------------------------------------------
 
 
@@ -259,6 +283,7 @@ FORMATS: dict[str, Format] = {
     "fbgemm-fp8": Format({"quant_method": "fbgemm_fp8"}, _fp8_rows, "fbgemm_fp8-fp8", is_integer=False),
     "ct-int4": _compressed_tensors("pack-quantized", **INT4, **GROUPS, symmetric=True),
     "ct-int4-asymmetric": _compressed_tensors("pack-quantized", **INT4, **GROUPS, symmetric=False),
+    "ct-int4-tensor": _compressed_tensors("pack-quantized", **INT4, strategy="tensor", symmetric=False),
     "ct-int4-channel": _compressed_tensors("pack-quantized", **INT4, strategy="channel", symmetric=True),
     "ct-int8": _compressed_tensors("pack-quantized", **INT8, **GROUPS, symmetric=True),
     "ct-w8a8": _compressed_tensors(
@@ -282,3 +307,9 @@ FORMATS: dict[str, Format] = {
     ),
 }
 FORMATS["ct-int4-act-order"] = replace(FORMATS["ct-int4"], quantize=_act_order, is_integer=False)
+FORMATS["ct-int4-unpacked-zeros"] = replace(FORMATS["ct-int4-asymmetric"], quantize=_unpacked_zeros)
+FORMATS["gptq-zero-g_idx"] = _change(FORMATS["gptq"], lambda stored: stored["g_idx"].zero_())
+FORMATS["gptq-short-group"] = replace(_change(_gptq(4, group=48), lambda stored: stored.pop("g_idx")), is_integer=False)
+FORMATS["nf4-bfloat16-storage"] = _change(
+    FORMATS["nf4"], lambda stored: stored.update(weight=stored["weight"].flatten().view(torch.bfloat16))
+)

@@ -31,20 +31,21 @@ class AWQTensor(QuantizedTensor):
 
     @property
     def shape(self) -> tuple[int, int]:
-        inputs, words = self.parts["qweight"].shape
-        return int(words) * VALUES_PER_WORD, int(inputs)
+        inputs, words = self.main_shape
+        return words * VALUES_PER_WORD, inputs
 
     @property
     def num_groups(self) -> int:
-        return int(self.require_part("scales").shape[0])
+        shape = self.require_part("scales").shape
+        return int(shape[0]) if len(shape) == 2 else 0
 
     @property
     def has_zeros(self) -> bool:
         return "qzeros" in self.parts
 
     def check_parts(self, parts: Mapping[str, torch.Tensor]) -> None:
-        self.require_part("scales")
-        (outputs, inputs), num_groups = self.shape, len(parts["scales"])
+        self.check_groups()
+        (outputs, inputs), num_groups = self.shape, self.num_groups
         self.check_part(parts, "qweight", (inputs, outputs // VALUES_PER_WORD), [torch.int32])
         self.check_scales(parts, "scales", (num_groups, outputs))
         if "qzeros" in parts:

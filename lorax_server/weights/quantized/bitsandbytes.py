@@ -39,8 +39,8 @@ MIN_SCALE = 1e-38  # prevents division by zero
 class Packed4BitTensor(QuantizedTensor):
     """A weight is `quant_map[index] * absmax`, with one `absmax` per block of the flattened matrix.
 
-    `weight` is uint8 `[n, 1]` with two indices per byte, the higher four bits first. With double quantization, `absmax`
-    contains indices into `nested_quant_map`, with one `nested_absmax` per block and one offset for all.
+    `weight` has two indices per byte, the higher four bits first. Its dtype does not matter. With double quantization,
+    `absmax` contains indices into `nested_quant_map`, with one `nested_absmax` per block and one offset for all.
     """
 
     main_part = "weight"
@@ -68,7 +68,10 @@ class Packed4BitTensor(QuantizedTensor):
             if "weight.nested_absmax" in self.parts:
                 state["nested_offset"] = float(state["nested_offset"])
                 state["nested_blocksize"] = int(state["nested_blocksize"])
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+                if not math.isfinite(state["nested_offset"]) or state["nested_blocksize"] < 1:
+                    raise ValueError("nested_offset must be finite, and nested_blocksize positive")
+            state["blocksize"] = min(int(state["blocksize"]), outputs * inputs)
+        except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError) as error:
             raise WeightsError(
                 f"{self.path}: tensor {self.prefix + self._state_name!r} cannot be read: {error}"
             ) from error
@@ -97,7 +100,11 @@ class Packed4BitTensor(QuantizedTensor):
             self.require_part(name)
         count, block = math.prod(self.shape), int(self._state["blocksize"])
         num_blocks, is_nested = -(-count // block), "weight.nested_absmax" in parts
-        self.check_part(parts, "weight", (-(-count // 2), 1), [torch.uint8])
+        num_bytes = -(-count // 2)
+        if parts["weight"].nbytes != num_bytes:
+            raise WeightsError(
+                f"{self.path}: tensor '{self.prefix}weight' has {parts['weight'].nbytes} bytes, expected {num_bytes}"
+            )
         self.check_scales(parts, "weight.quant_map", (NUM_LEVELS,))
         if not is_nested:
             self.check_scales(parts, "weight.absmax", (num_blocks,))
@@ -110,9 +117,9 @@ class Packed4BitTensor(QuantizedTensor):
     def decode(self, parts: Mapping[str, torch.Tensor], rows: slice, dtype: torch.dtype) -> torch.Tensor | BlockMatrix:
         inputs, block, levels = self.shape[1], int(self._state["blocksize"]), parts["weight.quant_map"].float()
         start, stop = rows.start * inputs, rows.stop * inputs
-        packed = parts["weight"].flatten()[start // 2 : -(-stop // 2)]
+        packed = parts["weight"].flatten().view(torch.uint8)[start // 2 : -(-stop // 2)]
         indices = torch.stack([packed >> 4, packed & 15], dim=1).flatten()[start % 2 :][: stop - start]
-        indices, scales = indices.view(-1, inputs), self._read_scales(parts)
+        indices, scales = indices.view(-1, inputs), parts["scales"]
         if self.num_groups:
             return make_level_matrix(
                 indices, scales[start // block : stop // block].view(len(indices), -1), levels, dtype
@@ -120,16 +127,16 @@ class Packed4BitTensor(QuantizedTensor):
         blocks = torch.arange(start, stop, device=packed.device) // block
         return (levels[indices.int()] * scales[blocks].view(-1, inputs)).to(dtype)
 
-    def _read_scales(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def prepare(self, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return one scale per block in float32."""
         stored = parts["weight.absmax"]
         if "weight.nested_absmax" not in parts:
-            return stored.float()
-        blocks = torch.arange(len(stored), device=stored.device) // self._state["nested_blocksize"]
+            return {"scales": stored.float()}
+        size = min(self._state["nested_blocksize"], len(stored))
+        blocks = torch.arange(len(stored), device=stored.device) // size
         factors = parts["weight.nested_absmax"].float()[blocks]
         nested: torch.Tensor = parts["weight.nested_quant_map"].float()[stored.int()] * factors
-        scales: torch.Tensor = nested + self._state["nested_offset"]
-        return scales
+        return {"scales": nested + self._state["nested_offset"]}
 
 
 class Int8Tensor(QuantizedTensor):
@@ -148,14 +155,13 @@ class Int8Tensor(QuantizedTensor):
 
     @property
     def shape(self) -> tuple[int, int]:
-        outputs, inputs = self.parts["weight"].shape
-        return int(outputs), int(inputs)
+        return self.main_shape
 
     def check_parts(self, parts: Mapping[str, torch.Tensor]) -> None:
         self.check_part(parts, "weight", self.shape, [torch.int8])
         self.check_scales(parts, "SCB", self.shape[:1])
         layout = self.parts.get("weight_format")
-        if layout is not None and int(self.read(layout)) != 0:
+        if layout is not None and (math.prod(layout.shape) != 1 or bool(self.read(layout) != 0)):
             raise WeightsError(
                 f"{self.path}: tensor '{self.prefix}weight' has a layout for one kind of GPU; "
                 "save the model again with a newer version of bitsandbytes"

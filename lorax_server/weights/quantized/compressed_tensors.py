@@ -3,6 +3,7 @@
 `scaled.py` reads the other formats of compressed-tensors.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
@@ -36,14 +37,15 @@ class PackedTensor(QuantizedTensor):
 
     @cached_property
     def shape(self) -> tuple[int, int]:
-        sizes = self.read(self.require_part("weight_shape")).flatten().tolist()
-        if len(sizes) != 2 or min(sizes) < 1:
-            raise WeightsError(f"{self.path}: tensor '{self.prefix}weight_shape' must contain two positive numbers")
+        stored = self.require_part("weight_shape")
+        sizes = self.read(stored).flatten() if math.prod(stored.shape) == 2 else torch.zeros(2)
+        if sizes.is_floating_point() or int(sizes.min()) < 1:
+            raise WeightsError(f"{self.path}: tensor '{self.prefix}weight_shape' must contain two positive integers")
         return int(sizes[0]), int(sizes[1])
 
     @cached_property
     def bits(self) -> int:
-        words, inputs = self.parts["weight_packed"].shape[1], self.shape[1]
+        words, inputs = self.main_shape[1], self.shape[1]
         matching = [bits for bits in self.config.bits or (4, 8) if -(-inputs * bits // WORD_BITS) == words]
         if len(matching) != 1:
             raise WeightsError(
@@ -66,13 +68,16 @@ class PackedTensor(QuantizedTensor):
 
     def check_parts(self, parts: Mapping[str, torch.Tensor]) -> None:
         self.require_part("weight_scale")
-        (outputs, inputs), scales = self.shape, parts["weight_scale"]
+        (outputs, inputs), scales, num_groups = self.shape, parts["weight_scale"], self.num_groups
         self.check_part(parts, "weight_packed", (outputs, -(-inputs * self.bits // WORD_BITS)), [torch.int32])
-        num_groups = count_groups(scales.shape)
         self.check_scales(parts, "weight_scale", scales.shape if scales.numel() == 1 else (outputs, num_groups))
-        if "weight_zero_point" in parts:
+        if "weight_zero_point" in parts and parts["weight_zero_point"].dtype == torch.int8:
+            self.check_part(parts, "weight_zero_point", scales.shape, [torch.int8])
+        elif "weight_zero_point" in parts:
             shape = (-(-outputs * self.bits // WORD_BITS), num_groups)
             self.check_part(parts, "weight_zero_point", shape, [torch.int32])
+        if "weight_g_idx" not in parts:
+            self.check_groups()
         if "weight_g_idx" in parts:
             self.check_part(parts, "weight_g_idx", (inputs,), INDEX_DTYPES)
             if int(parts["weight_g_idx"].max()) >= num_groups:
@@ -80,13 +85,20 @@ class PackedTensor(QuantizedTensor):
                     f"{self.path}: tensor '{self.prefix}weight_g_idx' must contain numbers below {num_groups}"
                 )
 
+    def prepare(self, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the zero points `[outputs, groups]`."""
+        stored = parts.get("weight_zero_point")
+        if stored is None:
+            return {}
+        if stored.dtype == torch.int8:
+            return {"zeros": expand_scales(stored, self.shape[0])}
+        return {"zeros": to_signed(unpack_words(stored.t(), self.bits).t()[: self.shape[0]], self.bits)}
+
     def decode(self, parts: Mapping[str, torch.Tensor], rows: slice, dtype: torch.dtype) -> torch.Tensor | BlockMatrix:
         (outputs, inputs), bits = self.shape, self.bits
         values = to_signed(unpack_words(parts["weight_packed"][rows], bits)[:, :inputs], bits)
         scales = expand_scales(parts["weight_scale"], outputs)[rows]
-        zeros = None
-        if "weight_zero_point" in parts:
-            zeros = to_signed(unpack_words(parts["weight_zero_point"].t(), bits).t()[rows], bits)
+        zeros = parts["zeros"][rows] if "zeros" in parts else None
         groups = parts.get("weight_g_idx")
         if groups is None or int(groups.min()) < 0:  # -1 means that the groups are consecutive
             return make_integer_matrix(values, scales, zeros, bits, dtype)

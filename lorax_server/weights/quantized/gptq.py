@@ -34,8 +34,8 @@ class GPTQTensor(QuantizedTensor):
 
     @property
     def shape(self) -> tuple[int, int]:
-        words, outputs = self.parts["qweight"].shape
-        return int(outputs), int(words) * (WORD_BITS // self.bits)
+        words, outputs = self.main_shape
+        return outputs, words * (WORD_BITS // self.bits)
 
     @property
     def format(self) -> str:
@@ -43,7 +43,8 @@ class GPTQTensor(QuantizedTensor):
 
     @property
     def num_groups(self) -> int:
-        return int(self.require_part("scales").shape[0])
+        shape = self.require_part("scales").shape
+        return int(shape[0]) if len(shape) == 2 else 0
 
     @property
     def has_zeros(self) -> bool:
@@ -52,7 +53,7 @@ class GPTQTensor(QuantizedTensor):
     def check_parts(self, parts: Mapping[str, torch.Tensor]) -> None:
         for name in ("qzeros", "scales"):
             self.require_part(name)
-        (outputs, inputs), num_groups = self.shape, len(parts["scales"])
+        (outputs, inputs), num_groups = self.shape, self.num_groups
         self.check_part(parts, "qweight", (inputs * self.bits // WORD_BITS, outputs), [torch.int32])
         self.check_scales(parts, "scales", (num_groups, outputs))
         self.check_part(parts, "qzeros", (num_groups, outputs * self.bits // WORD_BITS), [torch.int32])
@@ -63,16 +64,28 @@ class GPTQTensor(QuantizedTensor):
                     f"{self.path}: tensor '{self.prefix}g_idx' must contain numbers from 0 to {num_groups - 1}"
                 )
 
+    def _find_group_size(self) -> int:
+        """Return the number of inputs per group. The last group is smaller if the size in the config says so."""
+        size, inputs = self.config.group_size, self.shape[1]
+        if size is not None and -(-inputs // size) == self.num_groups:
+            return size
+        self.check_groups()
+        return inputs // self.num_groups
+
+    def prepare(self, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the zero points `[outputs, groups]`, and the group of each input if groups are not consecutive."""
+        mask, stored = 2**self.bits - 1, unpack_words(parts["qzeros"], self.bits).t()
+        prepared = {"zeros": to_signed((stored + self.config.zero_point_offset) & mask, self.bits)}
+        inputs, groups = self.shape[1], parts.get("g_idx")
+        if groups is None or not bool(groups.any()):  # some programs write only zeros for consecutive groups
+            groups = torch.arange(inputs, device=stored.device) // self._find_group_size()
+        if not torch.equal(groups.long(), torch.arange(inputs, device=groups.device) * self.num_groups // inputs):
+            prepared["groups"] = groups
+        return prepared
+
     def decode(self, parts: Mapping[str, torch.Tensor], rows: slice, dtype: torch.dtype) -> torch.Tensor | BlockMatrix:
-        words = parts["qweight"][:, rows].t()
-        values = to_signed(unpack_words(words, self.bits), self.bits)
-        scales = parts["scales"][:, rows].t().contiguous()
-        stored = unpack_words(parts["qzeros"], self.bits)[:, rows].t()
-        mask = 2**self.bits - 1
-        zeros = to_signed((stored + self.config.zero_point_offset) & mask, self.bits)
-        num_groups, inputs = scales.shape[1], values.shape[1]
-        regular = torch.arange(inputs, device=values.device) * num_groups // inputs
-        groups = parts.get("g_idx")
-        if groups is None or torch.equal(groups.to(torch.int64), regular):
-            return make_integer_matrix(values, scales, zeros, self.bits, dtype)
-        return dequantize_groups(values, scales, zeros, groups).to(dtype)
+        values = to_signed(unpack_words(parts["qweight"][:, rows].t(), self.bits), self.bits)
+        scales, zeros = parts["scales"][:, rows].t().contiguous(), parts["zeros"][rows]
+        if "groups" in parts:
+            return dequantize_groups(values, scales, zeros, parts["groups"]).to(dtype)
+        return make_integer_matrix(values, scales, zeros, self.bits, dtype)

@@ -41,8 +41,7 @@ class ScaledTensor(QuantizedTensor):
 
     @property
     def shape(self) -> tuple[int, int]:
-        outputs, inputs = self.parts["weight"].shape
-        return int(outputs), int(inputs)
+        return self.main_shape
 
     @property
     def format(self) -> str:
@@ -53,10 +52,17 @@ class ScaledTensor(QuantizedTensor):
 
     @property
     def num_groups(self) -> int:
-        stored, block = self.parts[self._scale_name].shape, self.config.block_size
-        if math.prod(stored) == 1 or block is None or self._has_integers:
+        stored = self.parts[self._scale_name].shape
+        if math.prod(stored) == 1 or self._block is None:
             return count_groups(stored)
-        return 0 if self.shape[1] % block[1] else self.shape[1] // block[1]  # 0: the groups have different sizes
+        return 0 if self.shape[1] % self._block[1] else self.shape[1] // self._block[1]
+
+    @property
+    def _block(self) -> tuple[int, int] | None:
+        """Return the outputs and inputs per scale, or None if there are scales for rows."""
+        if self.config.block_size is None or self._has_integers:
+            return None
+        return min(self.config.block_size[0], self.shape[0]), min(self.config.block_size[1], self.shape[1])
 
     @property
     def has_levels(self) -> bool:
@@ -75,24 +81,25 @@ class ScaledTensor(QuantizedTensor):
         return next(name for name in SCALE_NAMES if name in self.parts)
 
     def check_parts(self, parts: Mapping[str, torch.Tensor]) -> None:
-        name, block = self._scale_name, self.config.block_size
+        name, block = self._scale_name, self._block
         (outputs, inputs), scales = self.shape, parts[name]
         self.check_part(parts, "weight", (outputs, inputs), [torch.int8, *FLOAT8_DTYPES])
         if scales.numel() == 1:
             shape = tuple(scales.shape)
-        elif block is not None and not self._has_integers:
+        elif block is not None:
             shape = (-(-outputs // block[0]), -(-inputs // block[1]))
         else:
             shape = (outputs, *scales.shape[1:2])
+            self.check_groups()
         self.check_scales(parts, name, shape)
-        if "weight_zero_point" in parts:
+        if "weight_zero_point" in parts and self._has_integers:
             self.check_part(parts, "weight_zero_point", shape, [torch.int8])
-            if not self._has_integers:
-                raise WeightsError(f"{self.path}: tensor '{self.prefix}weight' has zero points, but no integers")
+        elif "weight_zero_point" in parts and bool(parts["weight_zero_point"].float().any()):
+            raise WeightsError(f"{self.path}: tensor '{self.prefix}weight' has zero points, but no integers")
 
     def decode(self, parts: Mapping[str, torch.Tensor], rows: slice, dtype: torch.dtype) -> torch.Tensor | BlockMatrix:
         (outputs, inputs), values, scales = self.shape, parts["weight"][rows], parts[self._scale_name]
-        block = self.config.block_size
+        block = self._block
         if self._has_integers:
             zeros = parts.get("weight_zero_point")
             zeros = None if zeros is None else expand_scales(zeros, outputs)[rows]

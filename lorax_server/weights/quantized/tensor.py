@@ -43,6 +43,16 @@ class QuantizedTensor(ABC):
         """Return True if the name is that of the values of a quantized matrix in this format."""
         return name.endswith(f".{cls.main_part}")
 
+    @property
+    def main_shape(self) -> tuple[int, int]:
+        """Return the shape of the values as they are stored."""
+        shape = tuple(self.parts[self.main_part].shape)
+        if len(shape) != 2 or min(shape) < 1:
+            raise WeightsError(
+                f"{self.path}: tensor {self.prefix + self.main_part!r} has shape {shape}, expected two positive numbers"
+            )
+        return int(shape[0]), int(shape[1])
+
     @classmethod
     def find_parts(cls, prefix: str, tensors: Mapping[str, StoredPart]) -> Sequence[str]:
         """Return the suffixes of all stored tensors of a matrix."""
@@ -71,7 +81,7 @@ class QuantizedTensor(ABC):
     @property
     @abstractmethod
     def num_groups(self) -> int:
-        """Return the number of scales per row."""
+        """Return the number of scales per row, or 0 if the scales have a wrong shape or groups have different sizes."""
 
     @property
     def has_levels(self) -> bool:
@@ -95,7 +105,7 @@ class QuantizedTensor(ABC):
 
     @abstractmethod
     def decode(self, parts: Mapping[str, torch.Tensor], rows: slice, dtype: torch.dtype) -> torch.Tensor | BlockMatrix:
-        """Return matrix rows in `dtype`. `parts` contains the stored tensors."""
+        """Return matrix rows in `dtype`. `parts` contains the stored and the prepared tensors."""
 
     def read_matrix(self, ranges: Sequence[tuple[int, int]], dtype: torch.dtype) -> torch.Tensor | BlockMatrix:
         """Return ranges of matrix rows. `dtype` is the dtype that the weights are converted to."""
@@ -104,6 +114,7 @@ class QuantizedTensor(ABC):
         names = (self.main_part, *self.other_parts)
         parts = {name: self.read(self.parts[name]) for name in names if name in self.parts}
         self.check_parts(parts)
+        parts |= self.prepare(parts)
         matrices = [self.decode(parts, rows, dtype) for rows in chunks or [slice(0, 0)]]
         blocks = [each for each in matrices if isinstance(each, BlockMatrix)]
         if len(blocks) == len(matrices):
@@ -113,6 +124,10 @@ class QuantizedTensor(ABC):
     @abstractmethod
     def check_parts(self, parts: Mapping[str, torch.Tensor]) -> None:
         """Raise `WeightsError` if a stored tensor has a wrong shape or dtype, or if a scale is not finite."""
+
+    def prepare(self, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:  # noqa: ARG002
+        """Return tensors that `decode` needs for all rows, in addition to the stored tensors."""
+        return {}
 
     def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
         """Read and dequantize a slice."""
@@ -134,6 +149,14 @@ class QuantizedTensor(ABC):
             raise WeightsError(
                 f"{self.path}: tensor {self.prefix + name!r} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, "
                 f"expected {tuple(shape)} and {' or '.join(map(str, dtypes))}"
+            )
+
+    def check_groups(self) -> None:
+        """Raise `WeightsError` if the inputs cannot be divided into groups of the same size."""
+        if not self.num_groups or self.shape[1] % self.num_groups:
+            raise WeightsError(
+                f"{self.path}: tensor {self.prefix + self.main_part!r} has {self.shape[1]} inputs, which cannot be "
+                f"divided into {self.num_groups} groups"
             )
 
     def check_scales(self, parts: Mapping[str, torch.Tensor], name: str, shape: Sequence[int]) -> None:
