@@ -28,8 +28,8 @@ class ReplicaSettings(Settings):
 
     gpu: str | None = setting(None, f"one of {', '.join(step_time.GPUS)}")
     gpu_memory_bytes: int | None = setting(None, "GPU memory, such as 80G", flag="--gpu-memory", at_most=MAX_BYTES)
-    gpu_bandwidth: float | None = setting(None, "published memory bandwidth in GB/s", above=0)
-    gpu_tflops: float | None = setting(None, "published dense bfloat16 TFLOPS", above=0)
+    gpu_bandwidth: float | None = setting(None, "published memory bandwidth in GB/s", above=0, at_most=10**6)
+    gpu_tflops: float | None = setting(None, "published dense bfloat16 TFLOPS", above=0, at_most=10**6)
     host_memory_bytes: int = setting(2**36, "host memory", flag="--host-memory", at_most=MAX_BYTES)
     gpu_memory_fraction: float = setting(
         EngineConfig.gpu_memory_fraction, "share of GPU memory to use", above=0, at_most=1

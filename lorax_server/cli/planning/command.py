@@ -46,13 +46,13 @@ class ModelSettings(Settings):
     """The model: a path, or the config fields of a Llama model."""
 
     model: str | None = setting(None, "model folder, or config.json")
-    num_hidden_layers: int | None = setting(None, "number of layers of a Llama model", flag="--layers")
-    hidden_size: int | None = setting(None, "its hidden size")
-    intermediate_size: int | None = setting(None, "its intermediate size")
-    num_attention_heads: int | None = setting(None, "its number of attention heads", flag="--heads")
-    vocab_size: int | None = setting(None, "its vocabulary size")
-    num_key_value_heads: int | None = setting(None, "its number of key-value heads", none="--heads", flag="--kv-heads")
-    head_dim: int | None = setting(None, "its head dimension", none="hidden size divided by heads")
+    num_hidden_layers: int | None = setting(None, "layers of a Llama model, instead of --model", flag="--layers")
+    hidden_size: int | None = setting(None, "hidden size of the Llama model")
+    intermediate_size: int | None = setting(None, "intermediate size of the Llama model")
+    num_attention_heads: int | None = setting(None, "attention heads per layer", flag="--heads")
+    vocab_size: int | None = setting(None, "vocabulary size of the Llama model")
+    num_key_value_heads: int | None = setting(None, "key-value heads per layer", none="--heads", flag="--kv-heads")
+    head_dim: int | None = setting(None, "dimension of each head", none="hidden size divided by heads")
 
 
 REQUIRED_SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")

@@ -293,6 +293,7 @@ def test_documented_example_matches_output(capsys: pytest.CaptureFixture[str]) -
         ("--gpu H200 --modules q_proj,c_attn", "the model has no module 'c_attn'; its modules are q_proj"),
         ("--gpu H200 --inter-token-latency-ms 1", "a single sequence takes"),
         ("--gpu H200 --gpu-memory 16G", "the model does not fit"),
+        ("--gpu H200 --gpu-bandwidth 1e300", "--gpu-bandwidth = 1e+300 must be at most 1000000"),
         ("--gpu H200 --gpu-memory 99999999999T", "must be at most 1152921504606846976"),
         ("--gpu L4 --adapter-bytes 30G", "lower --adapter-bytes"),
         ("--gpu H200 --adapters 5 --adapter-bytes 1M", "raise --adapter-bytes"),
