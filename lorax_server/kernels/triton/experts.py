@@ -252,8 +252,8 @@ def _product(
     expert, first, count = _find_tile(starts, tl.program_id(1), EXPERTS, BLOCK_E, HEIGHT)
     if count <= 0:
         return
-    offsets = tl.arange(0, HEIGHT)
-    is_row, places = offsets < count, first + offsets
+    row_offsets = tl.arange(0, HEIGHT)
+    is_row, places = row_offsets < count, first + row_offsets
     rows = tl.load(order + places, mask=is_row, other=0) // TOP_K if GATHERS else places
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = columns < OUTPUTS

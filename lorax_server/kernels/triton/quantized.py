@@ -17,6 +17,7 @@ from lorax_server.kernels.ops import LinearWeights
 from lorax_server.kernels.quantized import MIN_BLOCK, PACKED_INPUTS, BlockMatrix, float8_levels, is_same_table
 from lorax_server.kernels.triton.lora_math import is_interpreted, multiply
 
+STAGE_BYTES = 8  # number of pipeline stages times the bytes of an activation, to limit shared memory
 MAX_ROWS = 64  # rows of the kernel that decodes in registers
 MIN_HEIGHT = 16  # rows per program
 STEP_INPUTS = 128  # inputs that one iteration reads
@@ -72,7 +73,8 @@ class TritonMatrix(StoredMatrix):
         _multiply[(triton.cdiv(outputs, block_n),)](
             out, x, x if bias is None else bias, *self.arguments, rows, x.stride(0), **self.constants,
             OUTPUTS=outputs, HAS_BIAS=bias is not None, HEIGHT=max(MIN_HEIGHT, triton.next_power_of_2(rows)),
-            BLOCK_N=block_n, PARTS=parts, INTERPRETED=is_interpreted(), num_warps=2, num_stages=4,
+            BLOCK_N=block_n, PARTS=parts, INTERPRETED=is_interpreted(), num_warps=2,
+            num_stages=STAGE_BYTES // x.element_size(),
         )  # fmt: skip
         return out
 

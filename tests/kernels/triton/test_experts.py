@@ -31,6 +31,11 @@ MIXTURES = {
 RANKS = [(3, 1, 9), (18, 0, 2), (0, 0, 16)]
 
 
+def add_offsets(weight: torch.Tensor) -> QuantizedMatrix:
+    matrix = quantize_blocks(weight, 4)
+    return replace(matrix, offsets=-8 * matrix.scales.float())
+
+
 def quantize_some(weight: torch.Tensor) -> torch.Tensor | QuantizedMatrix:
     """Quantize a matrix in one of two formats, or not at all, depending on its weights."""
     formats = [partial(quantize_blocks, bits=8), partial(quantize_blocks, bits=4), lambda matrix: matrix]
@@ -41,6 +46,7 @@ def quantize_some(weight: torch.Tensor) -> torch.Tensor | QuantizedMatrix:
 FORMATS = [
     pytest.param(partial(quantize_blocks, bits=4), id="int4"),
     pytest.param(partial(quantize_float8, block=32), id="fp8", marks=pytest.mark.slow),
+    pytest.param(add_offsets, id="offsets"),
     pytest.param(quantize_some, id="mixed", marks=pytest.mark.slow),
 ]
 

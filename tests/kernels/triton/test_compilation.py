@@ -1,0 +1,25 @@
+"""The kernels for quantized weights can be compiled for GPUs. This needs no GPU, and finds errors that Triton's
+interpreter does not find.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import triton
+
+PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PTXAS.exists(), reason="this Triton package has no compiler for NVIDIA GPUs")
+@pytest.mark.parametrize("capability", [80, 90])
+def test_kernels_for_quantized_weights_compile(capability: int, tmp_path: Path) -> None:
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.kernels.triton.compile_quantized", str(capability)]
+    environ |= {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["compiled", "36"]
