@@ -4,14 +4,14 @@ and text.
 Model and adapters are random bfloat16 files; adapters are loaded by requests, after the CUDA graphs were captured.
 Prompts have 128 tokens. A step is timed from the end of the previous step. It counts only if all sequences receive a
 token in both steps. The byte floor is the time to read weights, KV cache and adapters once at 4.1 TB/s. The peer is
-vLLM 0.26, with default settings and tuned, measured earlier on the same kind of GPU (H200).
+vLLM 0.26, with default settings and tuned, measured earlier on the same kind of GPU (H200), without quantization.
 """
 
 import statistics
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from harness.engine import Adapter, Bench, make_parser, open_bench, plain_adapters
+from harness.engine import QUANTIZE_BYTES, Adapter, Bench, add_quantize_flag, make_parser, open_bench, plain_adapters
 from harness.files import TINY, ModelShape
 from harness.report import Record, report
 
@@ -24,6 +24,14 @@ LARGE = Adapter("large", rank=512)
 PARTIAL = Adapter("partial", modules=("q_proj", "v_proj"))
 MIXED = (*(Adapter(f"mixed-{i:02}", rank) for i, rank in enumerate(MIXED_RANKS)), LARGE, PARTIAL)
 DORA = tuple(Adapter(f"dora-{i}", use_dora=True) for i in range(8))
+# Milliseconds per step with quantized weights.
+QUANTIZED_GOALS = {
+    "fp8": {"1/base": 2.6, "1/1": 2.7, "16/16": 3.2, "64/base": 3.7, "64/1": 4.2, "64/64": 5.4, "256/64": 10.0},
+    "int4": {"1/base": 2.1, "1/1": 2.2, "16/16": 2.8, "64/base": 3.7, "64/1": 4.2, "64/64": 5.4, "256/64": 12.9},
+    "bitsandbytes-nf4": {
+        **{"1/base": 2.3, "1/1": 2.4, "16/16": 3.1, "64/base": 3.8, "64/1": 4.3, "64/64": 5.5, "256/64": 13.2}
+    },
+}
 CHECKED = (None, *plain_adapters(2), LARGE, PARTIAL, *DORA[:2], None)
 CHECKED_TOKENS = 32
 
@@ -108,13 +116,15 @@ def measure(bench: Bench, case: DecodeCase, steps: int) -> Measured:
     return Measured(statistics.median(times) * 1e3, statistics.mean(contexts))
 
 
-def find_floor_ms(case: DecodeCase, shape: ModelShape, context: float) -> float:
+def find_floor_ms(case: DecodeCase, bench: Bench, context: float) -> float:
     """Return the time in milliseconds to read all weights, adapters and KV cache entries once."""
-    weights = shape.num_hidden_layers * sum(outputs * inputs for outputs, inputs in shape.linears.values())
-    weights += shape.vocab_size * shape.hidden_size  # the head
+    shape: ModelShape = bench.shape
+    linears = shape.num_hidden_layers * sum(outputs * inputs for outputs, inputs in shape.linears.values())
+    head_bytes = QUANTIZE_BYTES["int8"] if bench.quantize in ("int4", "int8") else 2
+    weights = linears * QUANTIZE_BYTES.get(bench.quantize or "", 2) + shape.vocab_size * shape.hidden_size * head_bytes
     cached = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * context * case.rows
     adapters = sum(adapter.count_bytes(shape) for adapter in case.adapters)
-    return (2 * (weights + cached) + adapters) / BANDWIDTH * 1e3
+    return (weights + 2 * cached + adapters) / BANDWIDTH * 1e3
 
 
 def measure_case(bench: Bench, case: DecodeCase, steps: int, num_runs: int) -> list[Record]:
@@ -124,10 +134,11 @@ def measure_case(bench: Bench, case: DecodeCase, steps: int, num_runs: int) -> l
     num_loaded = bench.llm.status.adapters_loaded - num_before
     runs = [measure(bench, case, steps) for _ in range(num_runs)]
     ms = statistics.median(run.ms for run in runs)
-    floor = find_floor_ms(case, bench.shape, runs[0].context)
+    floor = find_floor_ms(case, bench, runs[0].context)
     each = " ".join(f"{run.ms:.2f}" for run in runs)
     print(f"{case.name:66}  {ms:6.2f}  {floor:6.2f}  {ms / floor:7.2f}  ({each})", flush=True)
-    goal = None if bench.shape is TINY else case.goal
+    goal = case.goal if bench.quantize is None else QUANTIZED_GOALS.get(bench.quantize, {}).get(case.key)
+    goal = None if bench.shape is TINY else goal
     records = [
         Record(f"step, {case.name}", ms, "ms", case.peer, goal, at_most=True),
         Record(f"  over its floor, {case.name}", ms / floor, "x", f"{floor:.2f} ms"),
@@ -156,7 +167,10 @@ def main() -> None:
     parser.add_argument("--runs", type=int, help=f"runs per case (default: {RUNS})")
     parser.add_argument("--check", action="store_true", help="also compare tokens with transformers and PEFT")
     parser.add_argument("--no-graphs", action="store_true", help="run without CUDA graphs")
+    add_quantize_flag(parser)
     args = parser.parse_args()
+    if args.check and args.quantize:
+        parser.error("--check compares unquantized models; omit --quantize")
     cases = [case for case in CASES if args.cases is None or case.key in args.cases]
     steps = args.steps or (SHORT_STEPS if args.tiny else STEPS)
     needed = [adapter for case in cases for adapter in case.adapters]

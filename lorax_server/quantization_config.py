@@ -10,6 +10,8 @@ from lorax_server.errors import ConfigError
 
 SUPPORTED_METHODS = "compressed-tensors, fp8, fbgemm_fp8, gptq, awq, bitsandbytes"
 INTEGER_BITS = (4, 8)
+# Bytes per weight of linear layers on a GPU that are quantized while loading, including scales.
+LOADED_BYTES = {"int8": 1.125, "int4": 0.625, "fp8": 1.0625, "nf4": 0.5625, "fp4": 0.5625}
 # compressed-tensors formats by the kind of values that they store.
 PACKED_FORMAT, INTEGER_FORMAT, FLOAT_FORMAT = "pack-quantized", "int-quantized", "float-quantized"
 COMPRESSED_FORMATS = (PACKED_FORMAT, INTEGER_FORMAT, FLOAT_FORMAT, "naive-quantized", "mixed-precision", "dense")
@@ -23,8 +25,17 @@ class QuantizationConfig:
     bits: tuple[int, ...]  # bits per integer weight; empty for float formats. Several only for compressed-tensors.
     zero_point_offset: int = 0  # GPTQ: added to the stored zero points
     is_symmetric: bool = False  # GPTQ: all zero points are half of the range
+    is_reordered: bool = False  # GPTQ: the groups do not consist of consecutive inputs
     group_size: int | None = None  # GPTQ: inputs per scale; None if unknown
     block_size: tuple[int, int] | None = None  # 8-bit floats: outputs and inputs per scale; None for rows or matrices
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """Return the approximate size of a weight on a GPU, with scales for groups of 128 inputs."""
+        if self.is_reordered:
+            return 2
+        bits = max(self.bits) if self.bits else 4 if self.method == "bitsandbytes" else 8
+        return {4: 0.5625, 8: 1.03}[bits]
 
     @property
     def has_integers(self) -> bool:
@@ -42,7 +53,7 @@ def read_quantization_config(stored: Any) -> QuantizationConfig | None:
     if not isinstance(stored, Mapping):
         raise ConfigError(f"config field quantization_config must be an object (got {stored!r})")
     if isinstance(stored.get("quantization_config"), Mapping):
-        stored = stored["quantization_config"] | {"quant_method": stored.get("quant_method")}  # as in old files
+        stored = {**stored["quantization_config"], **stored}  # in old files
     method = stored.get("quant_method")
     if method is None and (stored.get("load_in_8bit") or stored.get("load_in_4bit")):
         method = "bitsandbytes"  # written by old versions of transformers
@@ -74,6 +85,7 @@ def _read_gptq(stored: Mapping[str, Any]) -> QuantizationConfig:
         (bits,),
         zero_point_offset=int(layout == "gptq"),
         is_symmetric=bool(stored.get("sym", True)),
+        is_reordered=bool(stored.get("desc_act")) and group_size > 0,
         group_size=group_size if group_size > 0 else None,
     )
 

@@ -30,6 +30,8 @@ FIRST_WORD = 256  # the first token id that is not a byte
 MAX_NUM_SEQS = 256
 ADAPTER_BYTES = 24 * 2**30  # device memory for 256 adapters of rank 16
 ADAPTER_HOST_BYTES = 34 * 2**30
+# Bytes per weight of linear layers on a GPU for values of `--quantize`, including float32 scales.
+QUANTIZE_BYTES = {"int8": 1.125, "int4": 0.625, "fp8": 1.0625, "bitsandbytes-nf4": 0.5625}
 
 
 class Adapter(NamedTuple):
@@ -97,6 +99,7 @@ class Bench(NamedTuple):
     clock: StepClock
     shape: Any  # a `ModelShape`, or a config of transformers
     folder: Path
+    quantize: str | None = None
 
     def generate(
         self, prompts: Sequence[list[int]], max_new_tokens: int, adapters: Sequence[str | None], **sampling: Any
@@ -135,6 +138,10 @@ def make_parser(description: str | None, has_folder: bool = True) -> argparse.Ar
     return parser
 
 
+def add_quantize_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quantize", choices=QUANTIZE_BYTES, help="quantize the weights while loading")
+
+
 @contextmanager
 def open_bench(args: argparse.Namespace, adapters: Sequence[Adapter], **settings: Any) -> Iterator[Bench]:
     """Create missing model and adapter files, and start an engine."""
@@ -148,9 +155,11 @@ def open_bench(args: argparse.Namespace, adapters: Sequence[Adapter], **settings
         if not args.tiny:
             settings |= {"adapter_bytes": ADAPTER_BYTES, "adapter_host_bytes": ADAPTER_HOST_BYTES}
         start_time = time.monotonic()
-        with LLM(folder / "model", folder / "adapters", max_num_seqs=MAX_NUM_SEQS, **settings) as llm:
+        quantize = getattr(args, "quantize", None)  # only some scripts have this flag
+        settings |= {"max_num_seqs": MAX_NUM_SEQS, "quantize": quantize}
+        with LLM(folder / "model", folder / "adapters", **settings) as llm:
             print(f"engine started in {time.monotonic() - start_time:.1f} s", flush=True)
-            yield Bench(llm, StepClock(llm), shape, folder)
+            yield Bench(llm, StepClock(llm), shape, folder, quantize)
 
 
 def make_files(folder: Path, shape: ModelShape, adapters: Sequence[Adapter]) -> None:

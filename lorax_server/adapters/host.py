@@ -242,8 +242,7 @@ class _PreparedModule:
         weight, token_rows = self.weights.weight, self.weights.token_rows
         if weight is not None:
             local = weight[start:stop]
-            base = self.target.read(slice(len(local))).cpu()
-            self.row_ids = (local.to(self.dtype) != base).any(1).nonzero().flatten()
+            self.row_ids = self._find_differences(local)
             self.rows, self.new_rows = local[self.row_ids], weight[vocab_size:]
         if token_rows is not None:
             ids = torch.tensor(self.weights.token_ids, dtype=torch.long)
@@ -256,6 +255,15 @@ class _PreparedModule:
             rows = torch.cat([self.rows[is_unchanged], token_rows[is_local]])
             order = row_ids.argsort()
             self.row_ids, self.rows = row_ids[order], rows[order]
+
+    def _find_differences(self, local: torch.Tensor) -> torch.Tensor:
+        """Return the indices of rows that differ from the base model. A quantized base weight is read in blocks."""
+        found = [torch.empty(0, dtype=torch.long)]
+        for start in range(0, len(local), NORM_BLOCK_ROWS):
+            rows = slice(start, min(start + NORM_BLOCK_ROWS, len(local)))
+            base = self.target.read(rows).cpu()
+            found.append((local[rows].to(self.dtype) != base).any(1).nonzero().flatten() + start)
+        return torch.cat(found)
 
     def _shard_factors(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         lora_a, lora_b, weight = self.weights.lora_a, self.weights.lora_b, self.weights.weight

@@ -17,6 +17,7 @@ from lorax_server.kernels.matrix import StoredMatrix
 
 PACKED_INPUTS = 32  # inputs per group of packed 4-bit values
 MIN_BLOCK = 16  # inputs per scale
+MIN_FLOAT8_SCALE = 1e-30  # smaller scales lose accuracy
 
 
 class QuantizedMatrix(StoredMatrix):
@@ -110,6 +111,7 @@ class BlockMatrix(QuantizedMatrix):
 
     def select_rows(self, rows: torch.Tensor) -> Self:
         self.check_rows(rows)
+        rows = rows.to(self.device)
         values, scales = self.values.index_select(0, rows), self.scales.index_select(0, rows)
         offsets = None if self.offsets is None else self.offsets.index_select(0, rows)
         return replace(self, values=values, scales=scales, offsets=offsets)
@@ -239,6 +241,6 @@ def quantize_blocks(weight: torch.Tensor, bits: int, block: int = 32) -> BlockMa
 def quantize_float8(weight: torch.Tensor, block: int) -> BlockMatrix:
     """Round a matrix to 8-bit floats (e4m3fn) with a float32 scale per block."""
     blocks = weight.float().unflatten(1, (-1, block))
-    scales = blocks.abs().amax(-1) / torch.finfo(torch.float8_e4m3fn).max
-    values = (blocks / torch.where(scales == 0, 1, scales)[..., None]).to(torch.float8_e4m3fn).view(weight.shape)
+    scales = (blocks.abs().amax(-1) / torch.finfo(torch.float8_e4m3fn).max).clamp(min=MIN_FLOAT8_SCALE)
+    values = (blocks / scales[..., None]).to(torch.float8_e4m3fn).view(weight.shape)
     return BlockMatrix(values.view(torch.uint8), scales, None, 8, weight.dtype, float8_levels(weight.device))

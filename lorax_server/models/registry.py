@@ -80,7 +80,9 @@ def load_model(
     bits = settings.weight_bits
     quantization = find_quantization(config)
     _check_quantize(settings, config, quantization)
-    needed_bytes = estimate_bytes(settings.path, dtype, device, bits, quantization) // process_group.size()
+    quantize = settings.rounded_format if bits is None else f"int{bits}"
+    quantize = None if quantization is not None else quantize
+    needed_bytes = estimate_bytes(settings.path, dtype, device, quantize, quantization) // process_group.size()
     free = needed_bytes if is_host(device) else _get_free_bytes(device)
     if needed_bytes > free:
         raise _weights_memory_error(device, needed_bytes, free)
@@ -94,7 +96,7 @@ def load_model(
             ops=ops,
             progress=LoadProgress(needed_bytes),
             quantize_bits=bits,
-            rounded_format=None if _is_stored_so(settings, quantization) else settings.rounded_format,
+            rounded_format=None if _confirms_checkpoint_format(settings, quantization) else settings.rounded_format,
         ) as weights:
             model = build(weights)
             weights.check_all_used()
@@ -176,7 +178,7 @@ def _check_config(config: Any) -> None:
 def _check_quantize(settings: ModelConfig, config: Any, quantization: QuantizationConfig | None) -> None:
     """Reject a `quantize` setting that does not fit the checkpoint, and log what LoRAX's settings mean."""
     stored = None if quantization is None else quantization.method
-    if _is_stored_so(settings, quantization):
+    if _confirms_checkpoint_format(settings, quantization):
         return
     if settings.quantize in CHECKPOINT_FORMATS and (stored or settings.rounded_format is None):
         raise ConfigError(
@@ -201,7 +203,7 @@ def _check_quantize(settings: ModelConfig, config: Any, quantization: Quantizati
         )
 
 
-def _is_stored_so(settings: ModelConfig, quantization: QuantizationConfig | None) -> bool:
+def _confirms_checkpoint_format(settings: ModelConfig, quantization: QuantizationConfig | None) -> bool:
     """Return True if the `quantize` setting only confirms the format of a quantized checkpoint."""
     return quantization is not None and settings.quantize == quantization.method
 

@@ -1,6 +1,23 @@
 """Provides lazy access to base model checkpoints, so that each rank reads only its shard."""
 
-from lorax_server.weights.checkpoint import Placement, StoredTensor, Weights, estimate_bytes, open_tensors, open_weights
+from lorax_server.weights.checkpoint import (
+    LINEAR_BITS,
+    Placement,
+    StoredTensor,
+    Weights,
+    estimate_bytes,
+    open_tensors,
+    open_weights,
+)
 from lorax_server.weights.progress import LoadProgress
 
-__all__ = ["LoadProgress", "Placement", "StoredTensor", "Weights", "estimate_bytes", "open_tensors", "open_weights"]
+__all__ = [
+    "LINEAR_BITS",
+    "LoadProgress",
+    "Placement",
+    "StoredTensor",
+    "Weights",
+    "estimate_bytes",
+    "open_tensors",
+    "open_weights",
+]

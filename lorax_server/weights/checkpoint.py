@@ -22,7 +22,7 @@ from lorax_server.gguf.container import read_gguf
 from lorax_server.gguf.model_folder import read_file_list
 from lorax_server.kernels import BlockMatrix, Ops, QuantizedMatrix, quantize_blocks, quantize_float8
 from lorax_server.kernels.device import is_host
-from lorax_server.quantization_config import QuantizationConfig
+from lorax_server.quantization_config import LOADED_BYTES, QuantizationConfig
 from lorax_server.weights.gguf import GGUFTensor
 from lorax_server.weights.progress import LoadProgress
 from lorax_server.weights.quantized import QuantizedTensor, group_tensors
@@ -55,6 +55,8 @@ FUSED_QKV, QKV_NAMES = ".attn.Wqkv.", ("q_proj", "k_proj", "v_proj")
 
 QUANTIZE_CHUNK_ELEMENTS = 2**22  # matrix elements to quantize at a time, to limit temporary memory
 QUANTIZATION_BLOCK_SIZE = 32  # inputs per scale in matrices that are quantized here
+# Parts of the names of embeddings and LM heads.
+VOCABULARY_PARTS = ("embed", "lm_head", "wte.", "wpe.")
 LINEAR_BITS = 4  # `min_bits` of linear layers. Only these are rounded to nf4, fp4 or fp8.
 
 
@@ -180,6 +182,8 @@ class Weights:
         """Return this rank's shard of one expert's matrix from a tensor `[count, outputs, inputs]`."""
         name = self._resolve(name)
         shape, dim = (count, outputs.full, inputs.full), 1 if inputs.is_whole else 2
+        if self._rounded_format is not None:
+            _check_rounding_blocks(name, outputs, inputs)
         before = (slice(expert, expert + 1), *(slice(None),) * (dim - 1))
         ranges = (outputs if inputs.is_whole else inputs).ranges
         pieces = [self._load(name, shape, (*before, slice(start, stop))) for start, stop in ranges]
@@ -433,17 +437,19 @@ def estimate_bytes(
     folder: Path,
     dtype: torch.dtype,
     device: torch.device,
-    bits: int | None = None,
+    quantize: str | None = None,
     quantization: QuantizationConfig | None = None,
 ) -> int:
-    """Return the total size of all weights in bytes, on a device. For PyTorch files, return a lower bound.
+    """Return the approximate size of all weights in bytes, on a device. For PyTorch files, return a lower bound.
 
-    `bits` is the number of bits that matrices are quantized to, and `quantization` the format of a quantized
-    checkpoint.
+    `quantize` is the format that linear layers are quantized to while loading, and `quantization` the format of a
+    quantized checkpoint.
     """
     checkpoint = find_checkpoint(folder)
     if checkpoint.name == GGUF_FILE_LIST:
-        return sum(path.stat().st_size for path in read_file_list(folder))
+        if is_host(device):
+            return sum(path.stat().st_size for path in read_file_list(folder))
+        return int(sum(stored.estimate_bytes(dtype) for stored in _open_gguf(folder).values()))
     paths = read_index(checkpoint) if checkpoint.suffix == ".json" else {}
     if "safetensors" not in checkpoint.name:
         num_bytes = sum(path.stat().st_size for path in set(paths.values()) or {checkpoint})
@@ -452,13 +458,18 @@ def estimate_bytes(
     tensors = open_tensors(paths or dict.fromkeys(_open_safetensors(checkpoint).keys(), checkpoint))
     if quantization is not None:
         tensors = group_tensors(tensors, quantization, partial(_read_part, None))
-    weight_bytes = dtype.itemsize if bits is None else bits / 8
+    is_kept = quantize in ("int8", "int4") or not is_host(device)  # CPUs store the other formats in floating point
+    linear_bytes = LOADED_BYTES[quantize] if quantize is not None and is_kept else dtype.itemsize
+    vocab_bytes = LOADED_BYTES["int8"] if quantize in ("int8", "int4") else dtype.itemsize
     total = 0.0
-    for stored in tensors.values():
+    for name, stored in tensors.items():
         if isinstance(stored, QuantizedTensor):
             total += stored.estimate_bytes(dtype, device)
+        elif len(stored.shape) < 2:
+            total += math.prod(stored.shape) * dtype.itemsize
         else:
-            total += math.prod(stored.shape) * weight_bytes
+            is_vocab = any(part in name for part in VOCABULARY_PARTS)
+            total += math.prod(stored.shape) * (vocab_bytes if is_vocab else linear_bytes)
     return int(total)
 
 

@@ -1,5 +1,6 @@
 """Read tensors from GGUF files. Quantized matrices become `BlockMatrix` objects with exactly the same values."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +14,11 @@ from lorax_server.kernels import BlockMatrix
 
 READ_CHUNK_BYTES = 4 * 2**20  # rows are read and decoded in chunks of this size, to limit temporary memory
 FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Approximate size in memory of a GPU, including float32 scales and offsets.
+GPU_BYTES_PER_WEIGHT = {
+    **{"Q8_0": 1.125, "Q4_0": 0.625, "Q4_1": 0.75, "Q5_0": 1.125, "Q5_1": 1.25, "Q2_K": 1.0, "Q3_K": 0.75},
+    **{"Q4_K": 0.75, "Q5_K": 1.25, "Q6_K": 1.25, "IQ4_NL": 1.125, "IQ4_XS": 1.125},
+}
 # Values of the non-linear 4-bit types IQ4_NL and IQ4_XS.
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
@@ -54,6 +60,10 @@ class GGUFTensor:
                 raise WeightsError(f"{self.path}: a {self.format} tensor contains scales that are not finite numbers")
         bits = 8 if values.dtype == torch.int8 else 4
         return BlockMatrix(values, scales, offsets[0] if offsets else None, bits, dtype)
+
+    def estimate_bytes(self, dtype: torch.dtype) -> float:
+        """Return the approximate size in memory of a GPU. `dtype` is the dtype of weights that are not quantized."""
+        return math.prod(self.shape) * GPU_BYTES_PER_WEIGHT.get(self.format, dtype.itemsize)
 
     def _read_tensor(self, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
         matrix = self.read_matrix(ranges, torch.float32)

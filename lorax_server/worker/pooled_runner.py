@@ -25,6 +25,7 @@ from lorax_server.worker.copier import Copier, CopyStream
 from lorax_server.worker.graphs import STEP_PRIORITY
 from lorax_server.worker.memory import adapter_bytes, count_adapter_rows, find_weight_format, model_bytes
 from lorax_server.worker.model_info import find_max_length, reserve_rotary
+from lorax_server.worker.warm_up import find_linears
 
 CPU_STEP_TOKENS, GPU_STEP_TOKENS = 2048, 16384
 MAX_NUM_SEQS = 256
@@ -136,6 +137,7 @@ def build_pooled_runner(
     step_tokens = max(config.max_step_tokens or (GPU_STEP_TOKENS if is_gpu else CPU_STEP_TOKENS), max_num_seqs)
     if is_gpu:
         reserve_rotary(model, max_tokens)
+        model.ops.prepare(find_linears(model), with_lora=memory is not None)
     capabilities = Capabilities(
         vocab_size=model.config.vocab_size,
         max_num_seqs=max_num_seqs,

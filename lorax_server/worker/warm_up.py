@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from lorax_server.adapters.batch import AdapterArena, AdapterBatchData, AdapterBatchMetadata
 from lorax_server.adapters.target import TargetKind
@@ -52,9 +53,7 @@ def warm_up(
     if is_host(model.device):
         return
     start = time.monotonic()
-    found = [getattr(module, "linear", None) for module in model.modules()]
-    linears = [linear for linear in found if isinstance(linear, LinearWeights)]
-    model.ops.prepare(linears, with_lora=memory is not None)
+    model.ops.prepare(find_linears(model), with_lora=memory is not None)
     for tokens in sorted({min(count, step_tokens) for count in PROMPT_TOKEN_COUNTS}):
         run_prompts(model, tokens, shape)
         if memory is not None:
@@ -68,6 +67,11 @@ def warm_up(
     torch.cuda.synchronize(model.device)
     torch.cuda.empty_cache()
     logger.info("compiled kernels in %.1f s", time.monotonic() - start)
+
+
+def find_linears(model: nn.Module) -> list[LinearWeights]:
+    found = [getattr(module, "linear", None) for module in model.modules()]
+    return [linear for linear in found if isinstance(linear, LinearWeights)]
 
 
 def make_dummy_lora_batch(memory: AdapterMemory, tokens: int) -> AdapterBatchData:

@@ -50,6 +50,12 @@ def test_slices_match_full_matrix(kind: Kind) -> None:
         matrix.look_up_rows(torch.tensor([2, 6]))
 
 
+def test_rows_are_selected_on_device_of_matrix() -> None:
+    """Row indices are on the host, but weights can be read directly to a GPU."""
+    matrix = make_matrix((4, 32, "offsets")).to(torch.device("meta"))
+    assert {part.device.type for part in matrix.select_rows(torch.tensor([3, 1])).tensors} == {"meta"}
+
+
 @pytest.mark.parametrize("first", KINDS)
 @pytest.mark.parametrize("second", KINDS)
 def test_concatenation_of_different_types_keeps_all_weights(first: Kind, second: Kind) -> None:

@@ -86,6 +86,16 @@ def test_quantized_matrices_can_be_kept(name: str, tmp_path: Path) -> None:
         assert estimate == pytest.approx(model_bytes(driver.model), rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("quantize", "quantized_format"), [("int4", "int4"), ("fp8", "fp8"), ("bitsandbytes-nf4", "nf4")]
+)
+def test_size_of_weights_that_are_quantized_while_loading(quantize: str, quantized_format: str, tmp_path: Path) -> None:
+    make_oracle(hidden_size=128, intermediate_size=512).save_pretrained(tmp_path)
+    model = get_model(ModelConfig(tmp_path, dtype="float32", quantize=quantize), ops=KeepingOps())
+    estimate = estimate_bytes(tmp_path, torch.float32, torch.device("cuda"), quantized_format)
+    assert estimate == pytest.approx(model_bytes(model), rel=0.15)  # GPUs store float32 scales
+
+
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen3moe"])
 def test_weights_are_rounded_to_8_bit_floats(name: str, tmp_path: Path) -> None:
     oracle = make_oracle(name, **{"moe_intermediate_size": 64} if name == "qwen3moe" else {})

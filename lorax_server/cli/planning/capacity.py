@@ -139,6 +139,7 @@ class Planner:
                 "host_share": host_share,
             },
             "memory": memory,
+            "has_quantized_weights": self.sizes.is_quantized,
             "replica": replica,
             "max_utilization": max_utilization,
             "replicas": max(1, math.ceil(self.traffic.requests_per_s / (replica["requests_per_s"] * max_utilization))),

@@ -177,6 +177,9 @@ def _read_ranks(settings: AdapterSettings) -> list[tuple[int, int]]:
 # --- Report -----------------------------------------------------------------------------------------------------------
 
 
+QUANTIZATION_NOTE = (
+    "note          step times assume that kernels for quantized weights are limited by memory bandwidth\n"
+)
 REPORT_TEMPLATE = """\
 memory        {gpu}: {usable} of {total} used
               weights {weights}, adapters {adapters}, steps and graphs {steps}, KV cache {cache}
@@ -188,7 +191,8 @@ a replica     batches of {batch_size} sequences with {distinct_adapters:.0f} ada
               {tokens_per_s:,.0f} tokens/s, {requests_per_s:.2f} requests/s, \
 {inter_token_latency_ms:.1f} ms between tokens (over HTTP: {served_share:g} of the engine limit)
               limited by {limit_reason}
-replicas      {replicas:,} for {wanted:g} requests/s, at {used:.0%} utilization (at most {max_utilization:.0%})"""
+{quantization_note}replicas      {replicas:,} for {wanted:g} requests/s, at {used:.0%} utilization \
+(at most {max_utilization:.0%})"""
 
 
 def format_plan(figures: dict[str, Any], gpu_memory_fraction: float) -> str:
@@ -208,6 +212,7 @@ def format_plan(figures: dict[str, Any], gpu_memory_fraction: float) -> str:
         replicas=figures["replicas"],
         max_utilization=figures["max_utilization"],
         wanted=requests_per_s,
+        quantization_note=QUANTIZATION_NOTE * figures["has_quantized_weights"],
         used=requests_per_s / (figures["replicas"] * replica["requests_per_s"]),
     )
 

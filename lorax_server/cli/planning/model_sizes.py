@@ -17,8 +17,8 @@ from lorax_server.errors import ConfigError
 from lorax_server.files.names import MODEL_CONFIG_FILE
 from lorax_server.kernels import reference
 from lorax_server.layers.targets import collect_adapter_targets
-from lorax_server.models.registry import build_model, load_config
-from lorax_server.weights import Weights
+from lorax_server.models.registry import build_model, find_quantization, load_config
+from lorax_server.weights import LINEAR_BITS, Weights
 from lorax_server.worker.memory import block_bytes
 from lorax_server.worker.model_info import find_max_length
 
@@ -51,6 +51,7 @@ class MetaWeights(Weights):
         device, group = torch.device("meta"), FakeGroup()
         super().__init__({}, device=device, dtype=torch.bfloat16, process_group=group, ops=reference)
         self.parameters = 0
+        self.linear_parameters = 0  # of matrices that quantized checkpoints quantize
 
     def has(self, name: str) -> bool:  # noqa: ARG002 - optional tensors, such as a tied output head, are absent
         return False
@@ -75,16 +76,21 @@ class MetaWeights(Weights):
         inputs: Shard,
         *,
         fan_in_fan_out: bool = False,  # noqa: ARG002
-        min_bits: int = 4,  # noqa: ARG002
+        min_bits: int = 4,
     ) -> torch.Tensor:
+        if min_bits <= LINEAR_BITS:
+            self.linear_parameters += outputs.full * inputs.full
         return self.get_tensor(name, (outputs.full, inputs.full))
 
 
 class ModelSizes:
-    """Sizes of model weights, KV cache and adapters in half precision."""
+    """Sizes of model weights, KV cache and adapters. Weights that are not quantized have half precision."""
 
     def __init__(self, config: Any) -> None:
         """Build the model on the meta device and measure it."""
+        quantization = find_quantization(config)
+        self.is_quantized = quantization is not None
+        self._linear_bytes = HALF_PRECISION_BYTES if quantization is None else quantization.bytes_per_weight
         if config.num_hidden_layers > MAX_LAYERS:
             raise ConfigError(f"config field num_hidden_layers must be at most {MAX_LAYERS}")
         weights = MetaWeights()
@@ -101,7 +107,10 @@ class ModelSizes:
                 self.matrices.append(MatrixSize(name, target.outputs.full, target.inputs.full, *counts))
         self.layers, self.hidden_size, self.vocab_size = model.num_layers, config.hidden_size, config.vocab_size
         self.max_length = find_max_length(model)
-        self.weight_bytes = HALF_PRECISION_BYTES * weights.parameters
+        other_parameters = weights.parameters - weights.linear_parameters
+        self.weight_bytes = int(
+            HALF_PRECISION_BYTES * other_parameters + self._linear_bytes * weights.linear_parameters
+        )
         self.token_bytes = block_bytes(model, 1)  # KV cache bytes per token
         self._head = head.outputs.full * head.inputs.full
         self._attention_width: int = config.num_attention_heads * model.kv_shape[1]
@@ -120,7 +129,7 @@ class ModelSizes:
         biases are negligible.
         """
         linear = sum(matrix.num_elements * matrix.fraction_read(batch_size) for matrix in self.matrices)
-        return HALF_PRECISION_BYTES * (linear + self._head)
+        return self._linear_bytes * linear + HALF_PRECISION_BYTES * self._head
 
     def prompt_flops(self, length: int) -> float:
         """Return FLOPs per prompt token for prompts with `length` tokens."""

@@ -14,6 +14,7 @@ from lorax_server.kernels.hopper.sources import (
     ACTIVATIONS,
     CUDA_TYPES,
     HEIGHTS,
+    AddLoraVariant,
     GateVariant,
     LinearVariant,
     PlanVariant,
@@ -58,14 +59,18 @@ class HopperOps(TritonOps):
         self._fused = {dtype: FusedLinear(self._kernels, dtype) for dtype in CUDA_TYPES}
 
     def prepare(self, linears: Sequence[LinearWeights], with_lora: bool) -> None:
+        super().prepare(linears, with_lora)
         variants: set[Variant] = set()
         for weights in linears:
             fused = self._fused.get(weights.weight.dtype)
             if fused is not None and fused.supports(weights, ()):
                 outputs, inputs = weights.shape
-                variants |= fused.variants(inputs, outputs, with_lora)
-                if with_lora and outputs <= MAX_FUSED_LORA_OUTPUTS:
-                    fused.reserve_deltas(outputs)
+                if weights.is_quantized and with_lora:
+                    variants |= {PlanVariant(), AddLoraVariant(fused.dtype)}
+                elif not weights.is_quantized:
+                    variants |= fused.variants(inputs, outputs, with_lora)
+                    if with_lora and outputs <= MAX_FUSED_LORA_OUTPUTS:
+                        fused.reserve_deltas(outputs)
                 variants.add(norm_gate.norm_variant(fused.dtype, inputs))
         for dtype in {weights.weight.dtype for weights in linears} & CUDA_TYPES.keys():
             variants |= {GateVariant(dtype, name) for name in ACTIVATIONS}

@@ -44,6 +44,7 @@ PLAN_BLOCK = 2048  # pairs that one iteration of the sort reads
 DECODE_TOKENS, SHORT_PROMPT_TOKENS = 256, 2048  # limits for smaller tiles
 SHRINK_BYTES = 256  # bytes of an input row that one iteration reads
 COMBINE_BLOCK = 1024
+PART_BYTES = 128  # bytes of an input row for which quantized weights are dequantized at a time
 # Kernel constants for matrices that are not quantized.
 PLAIN = {"BITS": 0, "BLOCK": 0, "PART": 0, "HAS_OFFSETS": False, "HAS_LEVELS": False, "IS_FLOAT8": False}
 
@@ -101,6 +102,7 @@ class _Stack:
         if not self._parts:
             return self._whole
         joined = concat_matrices(self._parts)
+        self._parts = []
         if isinstance(joined, BlockMatrix):
             return make_matrix(joined)
         assert isinstance(joined, torch.Tensor)
@@ -162,7 +164,7 @@ def _linear(
     arguments: tuple[torch.Tensor, ...]
     if isinstance(matrices.weight, TritonMatrix):
         outputs //= num_experts
-        arguments, encoding = matrices.weight.arguments, matrices.weight.constants
+        arguments, encoding = matrices.weight.arguments, matrices.weight.find_constants(elements_in(x, PART_BYTES))
     else:
         assert isinstance(matrices.weight, torch.Tensor)
         arguments, encoding = (matrices.weight,) * 4, PLAIN | {"INPUTS": inputs}

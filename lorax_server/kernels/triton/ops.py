@@ -96,8 +96,10 @@ class TritonOps:
     def make_linear(self, weight: torch.Tensor | QuantizedMatrix, bias: torch.Tensor | None) -> LinearWeights:
         return LinearWeights(quantized.make_matrix(weight) if isinstance(weight, BlockMatrix) else weight, bias)
 
-    def prepare(self, linears: Sequence[LinearWeights], with_lora: bool) -> None:
-        """Do nothing, because Triton compiles kernels at their first launch."""
+    def prepare(self, linears: Sequence[LinearWeights], with_lora: bool) -> None:  # noqa: ARG002
+        """Compile the kernels for quantized matrices. Triton compiles the other kernels at their first launch."""
+        for weights in linears:
+            quantized.compile_products(weights)
 
     def linear(
         self, x: torch.Tensor, weights: LinearWeights, lora: LoraBatch | None, targets: Sequence[LoraTarget]

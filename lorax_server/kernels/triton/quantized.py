@@ -1,8 +1,8 @@
 """Products with quantized matrices.
 
-For few rows, one kernel reads the quantized values and decodes them in registers. For more rows, the matrix is decoded
-to temporary memory first, because decoding is then faster than decoding for each tile of rows. Both paths round the
-decoded weights to the dtype of the activations, so their products differ only in the order of additions.
+For few rows, one kernel reads the quantized values and dequantizes them in registers. For more rows, the matrix is
+dequantized to temporary memory first, instead of once for each tile of rows. Both paths round the dequantized weights
+to the dtype of the activations, so their products differ only in the order of additions.
 """
 
 from dataclasses import dataclass, replace
@@ -17,18 +17,18 @@ from lorax_server.kernels.ops import LinearWeights
 from lorax_server.kernels.quantized import MIN_BLOCK, PACKED_INPUTS, BlockMatrix, float8_levels, is_same_table
 from lorax_server.kernels.triton.lora_math import is_interpreted, multiply
 
-STAGE_BYTES = 8  # number of pipeline stages times the bytes of an activation, to limit shared memory
-MAX_ROWS = 64  # rows of the kernel that decodes in registers
+PIPELINE_BYTES = 8  # number of pipeline stages times the bytes of an activation, to limit shared memory
+MAX_ROWS = 64  # rows of the kernel that dequantizes in registers
 MIN_HEIGHT = 16  # rows per program
 STEP_INPUTS = 128  # inputs that one iteration reads
-MAX_PART_INPUTS = 128  # inputs that are decoded at a time; they share a scale
-DECODE_BLOCK_N, DECODE_INPUTS = 64, 128  # tile of the kernel that decodes a matrix
+MAX_PART_INPUTS = 128  # inputs that are dequantized at a time; they share a scale
+DEQUANTIZE_BLOCK_N = 64
 NARROW_OUTPUTS, NARROW_BLOCK_N, WIDE_BLOCK_N = 8192, 16, 32  # narrow matrices use smaller blocks to occupy all SMs
 
 
 @dataclass(frozen=True, eq=False)
 class TritonMatrix(StoredMatrix):
-    """A quantized matrix for these kernels, in the layout of `BlockMatrix`."""
+    """A quantized matrix for these kernels, in the layout of `BlockMatrix`, with float32 scales."""
 
     blocks: BlockMatrix
     is_float8: bool  # True if the levels are those of 8-bit floats, which need no table
@@ -58,33 +58,32 @@ class TritonMatrix(StoredMatrix):
     def read(self) -> torch.Tensor:
         outputs, inputs = self.shape
         out = torch.empty(outputs, inputs, dtype=self.dtype, device=self.device)
-        part = self._part_inputs
-        _decode[(triton.cdiv(outputs, DECODE_BLOCK_N), triton.cdiv(inputs, part))](
-            out, *self.arguments, **self.constants, OUTPUTS=outputs, BLOCK_N=DECODE_BLOCK_N, num_warps=4
+        part = self._find_part()
+        _dequantize[(triton.cdiv(outputs, DEQUANTIZE_BLOCK_N), triton.cdiv(inputs, part))](
+            out, *self.arguments, outputs, **self.find_constants(), BLOCK_N=DEQUANTIZE_BLOCK_N, num_warps=4
         )
         return out
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return `x @ weight.T + bias` for at most `MAX_ROWS` rows."""
         rows, (outputs, inputs) = len(x), self.shape
-        out, part = x.new_empty(rows, outputs), self._part_inputs
+        out, part = x.new_empty(rows, outputs), self._find_part()
         block_n = NARROW_BLOCK_N if outputs <= NARROW_OUTPUTS else WIDE_BLOCK_N
         parts = STEP_INPUTS // part if inputs % STEP_INPUTS == 0 else 1
         _multiply[(triton.cdiv(outputs, block_n),)](
-            out, x, x if bias is None else bias, *self.arguments, rows, x.stride(0), **self.constants,
+            out, x, x if bias is None else bias, *self.arguments, rows, x.stride(0), **self.find_constants(),
             OUTPUTS=outputs, HAS_BIAS=bias is not None, HEIGHT=max(MIN_HEIGHT, triton.next_power_of_2(rows)),
             BLOCK_N=block_n, PARTS=parts, INTERPRETED=is_interpreted(), num_warps=2,
-            num_stages=STAGE_BYTES // x.element_size(),
+            num_stages=PIPELINE_BYTES // x.element_size(),
         )  # fmt: skip
         return out
 
-    @property
-    def _part_inputs(self) -> int:
-        """Return the inputs that are decoded at a time: a power of 2 that divides the block, or 32 for 4 bits."""
+    def _find_part(self, limit: int = MAX_PART_INPUTS) -> int:
+        """Return how many inputs are dequantized at a time: a power of 2 that divides the block, or 32 for 4 bits."""
         block = self.blocks.block
         if block == MIN_BLOCK:
             return PACKED_INPUTS if self.blocks.bits == 4 else MIN_BLOCK
-        return min(MAX_PART_INPUTS, block & -block)
+        return min(limit, block & -block)
 
     @property
     def arguments(self) -> tuple[torch.Tensor, ...]:
@@ -92,17 +91,34 @@ class TritonMatrix(StoredMatrix):
         offsets = scales if self.blocks.offsets is None else self.blocks.offsets
         return values, scales, offsets, scales if self.blocks.levels is None else self.blocks.levels
 
-    @property
-    def constants(self) -> dict[str, int]:
+    def find_constants(self, limit: int = MAX_PART_INPUTS) -> dict[str, int]:
+        """Return the kernel constants. `limit` limits the inputs that are dequantized at a time."""
         return {
-            "INPUTS": self.shape[1], "BITS": self.blocks.bits, "BLOCK": self.blocks.block, "PART": self._part_inputs,
-            "HAS_OFFSETS": self.blocks.offsets is not None, "HAS_LEVELS": self.blocks.levels is not None,
+            "INPUTS": self.shape[1], "BITS": self.blocks.bits, "BLOCK": self.blocks.block,
+            "PART": self._find_part(limit), "HAS_OFFSETS": self.blocks.offsets is not None,
+            "HAS_LEVELS": self.blocks.levels is not None,
             "IS_FLOAT8": self.is_float8,
         }  # fmt: skip
 
 
 def make_matrix(blocks: BlockMatrix) -> TritonMatrix:
+    """Prepare a quantized matrix for the kernels. Scales become float32, because Triton does not load 2-byte values
+    ahead of time.
+    """
+    offsets = None if blocks.offsets is None else blocks.offsets.float()
+    blocks = replace(blocks, scales=blocks.scales.float(), offsets=offsets)
     return TritonMatrix(blocks, is_same_table(blocks.levels, float8_levels(blocks.device)))
+
+
+def compile_products(weights: LinearWeights) -> None:
+    """Run the kernels of a quantized matrix for all tile heights, so that requests do not wait for the compiler."""
+    if isinstance(weights.weight, TritonMatrix):
+        weights.weight.read()
+        height = MIN_HEIGHT
+        while height <= MAX_ROWS:
+            x = torch.zeros(height, weights.shape[1], dtype=weights.weight.dtype, device=weights.weight.device)
+            weights.weight.multiply(x, weights.bias)
+            height *= 2
 
 
 def multiply_base(x: torch.Tensor, weights: LinearWeights) -> torch.Tensor:
@@ -113,7 +129,7 @@ def multiply_base(x: torch.Tensor, weights: LinearWeights) -> torch.Tensor:
 
 
 @triton.jit
-def _decode_values(
+def _dequantize_values(
     indices, scales, offsets, levels, HAS_OFFSETS: tl.constexpr, HAS_LEVELS: tl.constexpr, IS_FLOAT8: tl.constexpr
 ):
     """Return the weights in float32. `scales` and `offsets` have the shape of the values."""
@@ -159,7 +175,7 @@ def load_weights(
     shift = scale
     if HAS_OFFSETS:
         shift = tl.load(offsets + places, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    return _decode_values(indices, scale, shift, levels, HAS_OFFSETS, HAS_LEVELS, IS_FLOAT8)
+    return _dequantize_values(indices, scale, shift, levels, HAS_OFFSETS, HAS_LEVELS, IS_FLOAT8)
 
 
 @triton.jit
@@ -173,7 +189,7 @@ def find_inputs(start, HALF: tl.constexpr, BITS: tl.constexpr, PART: tl.constexp
     return inputs
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _multiply(
     out, x, bias, values, scales, offsets, levels, num_rows, stride, OUTPUTS: tl.constexpr, HAS_BIAS: tl.constexpr,
     HEIGHT: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, INTERPRETED: tl.constexpr, INPUTS: tl.constexpr,
@@ -202,15 +218,15 @@ def _multiply(
     tl.store(pointers, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
 
-@triton.jit
-def _decode(
-    out, values, scales, offsets, levels, OUTPUTS: tl.constexpr, BLOCK_N: tl.constexpr, INPUTS: tl.constexpr,
+@triton.jit(do_not_specialize=["outputs"], do_not_specialize_on_alignment=["scales", "offsets"])
+def _dequantize(
+    out, values, scales, offsets, levels, outputs, BLOCK_N: tl.constexpr, INPUTS: tl.constexpr,
     BITS: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr, HAS_OFFSETS: tl.constexpr, HAS_LEVELS: tl.constexpr,
     IS_FLOAT8: tl.constexpr,
 ):  # fmt: skip
     """Write one tile of the weights to `out`, `[outputs, inputs]`."""
     columns, start = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1) * PART
-    is_column = columns < OUTPUTS
+    is_column = columns < outputs
     for half in tl.static_range(8 // BITS):
         weights = load_weights(
             values, scales, offsets, levels, columns, is_column, start, half, INPUTS, BITS, BLOCK, PART, HAS_OFFSETS,

@@ -7,7 +7,9 @@ import torch
 from lorax_server.kernels import BlockMatrix
 from lorax_server.weights.quantized.tensor import (
     QuantizedTensor,
+    keep_nonzero,
     make_integer_matrix,
+    select_rows,
     to_signed,
     unpack_words,
 )
@@ -51,12 +53,16 @@ class AWQTensor(QuantizedTensor):
         if "qzeros" in parts:
             self.check_part(parts, "qzeros", (num_groups, outputs // VALUES_PER_WORD), [torch.int32])
 
+    def prepare(self, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the zero points `[outputs, groups]`."""
+        return keep_nonzero(zeros=to_signed(_unpack(parts["qzeros"]).t(), 4)) if "qzeros" in parts else {}
+
     def decode(self, parts: Mapping[str, torch.Tensor], rows: slice, dtype: torch.dtype) -> torch.Tensor | BlockMatrix:
         words = slice(rows.start // VALUES_PER_WORD, -(-rows.stop // VALUES_PER_WORD))
         wanted = slice(rows.start - words.start * VALUES_PER_WORD, rows.stop - words.start * VALUES_PER_WORD)
         values = to_signed(_unpack(parts["qweight"][:, words])[:, wanted].t().contiguous(), 4)
-        zeros = to_signed(_unpack(parts["qzeros"][:, words])[:, wanted].t(), 4) if "qzeros" in parts else None
-        return make_integer_matrix(values, parts["scales"][:, rows].t().contiguous(), zeros, 4, dtype)
+        scales, zeros = parts["scales"][:, rows].t().contiguous(), select_rows(parts.get("zeros"), rows)
+        return make_integer_matrix(values, scales, zeros, 4, dtype)
 
 
 def _unpack(words: torch.Tensor) -> torch.Tensor:

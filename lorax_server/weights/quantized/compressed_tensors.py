@@ -15,7 +15,9 @@ from lorax_server.weights.quantized.tensor import (
     INDEX_DTYPES,
     QuantizedTensor,
     dequantize_groups,
+    keep_nonzero,
     make_integer_matrix,
+    select_rows,
     to_signed,
     unpack_words,
 )
@@ -62,6 +64,11 @@ class PackedTensor(QuantizedTensor):
     def num_groups(self) -> int:
         return count_groups(self.require_part("weight_scale").shape)
 
+    def estimate_bytes(self, dtype: torch.dtype, device: torch.device) -> float:
+        if "weight_g_idx" in self.parts:
+            return math.prod(self.shape) * dtype.itemsize
+        return super().estimate_bytes(dtype, device)
+
     @property
     def has_zeros(self) -> bool:
         return "weight_zero_point" in self.parts
@@ -91,14 +98,14 @@ class PackedTensor(QuantizedTensor):
         if stored is None:
             return {}
         if stored.dtype == torch.int8:
-            return {"zeros": expand_scales(stored, self.shape[0])}
-        return {"zeros": to_signed(unpack_words(stored.t(), self.bits).t()[: self.shape[0]], self.bits)}
+            return keep_nonzero(zeros=expand_scales(stored, self.shape[0]))
+        return keep_nonzero(zeros=to_signed(unpack_words(stored.t(), self.bits).t()[: self.shape[0]], self.bits))
 
     def decode(self, parts: Mapping[str, torch.Tensor], rows: slice, dtype: torch.dtype) -> torch.Tensor | BlockMatrix:
         (outputs, inputs), bits = self.shape, self.bits
         values = to_signed(unpack_words(parts["weight_packed"][rows], bits)[:, :inputs], bits)
         scales = expand_scales(parts["weight_scale"], outputs)[rows]
-        zeros = parts["zeros"][rows] if "zeros" in parts else None
+        zeros = select_rows(parts.get("zeros"), rows)
         groups = parts.get("weight_g_idx")
         if groups is None or int(groups.min()) < 0:  # -1 means that the groups are consecutive
             return make_integer_matrix(values, scales, zeros, bits, dtype)

@@ -1,5 +1,6 @@
 """GPTQ: integers in groups of inputs with scales and zero points, packed along the inputs."""
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -10,7 +11,9 @@ from lorax_server.weights.quantized.tensor import (
     INDEX_DTYPES,
     QuantizedTensor,
     dequantize_groups,
+    keep_nonzero,
     make_integer_matrix,
+    select_rows,
     to_signed,
     unpack_words,
 )
@@ -46,6 +49,11 @@ class GPTQTensor(QuantizedTensor):
         shape = self.require_part("scales").shape
         return int(shape[0]) if len(shape) == 2 else 0
 
+    def estimate_bytes(self, dtype: torch.dtype, device: torch.device) -> float:
+        if self.config.is_reordered:
+            return math.prod(self.shape) * dtype.itemsize
+        return super().estimate_bytes(dtype, device)
+
     @property
     def has_zeros(self) -> bool:
         return not self.config.is_symmetric
@@ -75,7 +83,7 @@ class GPTQTensor(QuantizedTensor):
     def prepare(self, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the zero points `[outputs, groups]`, and the group of each input if groups are not consecutive."""
         mask, stored = 2**self.bits - 1, unpack_words(parts["qzeros"], self.bits).t()
-        prepared = {"zeros": to_signed((stored + self.config.zero_point_offset) & mask, self.bits)}
+        prepared = keep_nonzero(zeros=to_signed((stored + self.config.zero_point_offset) & mask, self.bits))
         inputs, groups = self.shape[1], parts.get("g_idx")
         if groups is None or not bool(groups.any()):  # some programs write only zeros for consecutive groups
             groups = torch.arange(inputs, device=stored.device) // self._find_group_size()
@@ -85,7 +93,7 @@ class GPTQTensor(QuantizedTensor):
 
     def decode(self, parts: Mapping[str, torch.Tensor], rows: slice, dtype: torch.dtype) -> torch.Tensor | BlockMatrix:
         values = to_signed(unpack_words(parts["qweight"][:, rows].t(), self.bits), self.bits)
-        scales, zeros = parts["scales"][:, rows].t().contiguous(), parts["zeros"][rows]
+        scales, zeros = parts["scales"][:, rows].t().contiguous(), select_rows(parts.get("zeros"), rows)
         if "groups" in parts:
             return dequantize_groups(values, scales, zeros, parts["groups"]).to(dtype)
         return make_integer_matrix(values, scales, zeros, self.bits, dtype)

@@ -16,8 +16,10 @@ from lorax_server.weights.quantized.compressed_tensors import count_groups, expa
 from lorax_server.weights.quantized.tensor import (
     QuantizedTensor,
     StoredPart,
+    keep_nonzero,
     make_integer_matrix,
     make_level_matrix,
+    select_rows,
 )
 
 SCALE_NAMES = ("weight_scale", "weight_scale_inv")  # multiplied with the values in both cases
@@ -97,12 +99,17 @@ class ScaledTensor(QuantizedTensor):
         elif "weight_zero_point" in parts and bool(parts["weight_zero_point"].float().any()):
             raise WeightsError(f"{self.path}: tensor '{self.prefix}weight' has zero points, but no integers")
 
+    def prepare(self, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the zero points `[outputs, groups]`."""
+        if not self._has_integers or "weight_zero_point" not in parts:
+            return {}
+        return keep_nonzero(zeros=expand_scales(parts["weight_zero_point"], self.shape[0]))
+
     def decode(self, parts: Mapping[str, torch.Tensor], rows: slice, dtype: torch.dtype) -> torch.Tensor | BlockMatrix:
         (outputs, inputs), values, scales = self.shape, parts["weight"][rows], parts[self._scale_name]
         block = self._block
         if self._has_integers:
-            zeros = parts.get("weight_zero_point")
-            zeros = None if zeros is None else expand_scales(zeros, outputs)[rows]
+            zeros = select_rows(parts.get("zeros"), rows)
             return make_integer_matrix(values, expand_scales(scales, outputs)[rows], zeros, 8, dtype)
         if scales.numel() == 1 or block is None:
             factors = expand_scales(scales, outputs)[rows].float()

@@ -189,11 +189,11 @@ def make_integer_matrix(
         return dequantize_groups(values, scales, zeros, torch.arange(inputs) * num_groups // inputs).to(dtype)
     repeats = inputs // num_groups // block
     offsets = None
-    if zeros is not None and bool(zeros.any()):
+    if zeros is not None:
         steps = zeros.float() + (8 if bits == 4 else 0)  # `BlockMatrix` counts 4-bit values with offsets from 0
         offsets = (-steps * scales.float()).repeat_interleave(repeats, dim=1)
     scales = scales if scales.dtype == torch.float16 else scales.float()
-    packed = values.contiguous() if bits == 8 else pack_4_bits((values + 8).view(torch.uint8))
+    packed = _copy(values) if bits == 8 else pack_4_bits((values + 8).view(torch.uint8))
     return BlockMatrix(packed, scales.repeat_interleave(repeats, dim=1), offsets, bits, dtype)
 
 
@@ -210,7 +210,7 @@ def make_level_matrix(
         groups = torch.arange(inputs) * num_groups // inputs
         return dequantize_groups(levels[indices.int()], scales, None, groups).to(dtype)
     bits = 4 if len(levels) == NUM_4_BIT_LEVELS else 8
-    packed = indices.contiguous() if bits == 8 else pack_4_bits(indices)
+    packed = _copy(indices) if bits == 8 else pack_4_bits(indices)
     repeats = inputs // num_groups // block
     return BlockMatrix(packed, scales.repeat_interleave(repeats, dim=1), None, bits, dtype, levels)
 
@@ -222,6 +222,20 @@ def dequantize_groups(
     groups = groups.to(values.device, torch.int64)
     whole = values.float() if zeros is None else values.float() - zeros.float()[:, groups]
     return whole * scales.float()[:, groups]
+
+
+def _copy(values: torch.Tensor) -> torch.Tensor:
+    """Return a copy, because a view would keep the whole stored tensor in memory."""
+    return values.clone(memory_format=torch.contiguous_format)
+
+
+def keep_nonzero(zeros: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the zero points by name, or nothing if all are 0, so that the matrix needs no offsets."""
+    return {"zeros": zeros} if bool(zeros.any()) else {}
+
+
+def select_rows(tensor: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
+    return None if tensor is None else tensor[rows]
 
 
 def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:

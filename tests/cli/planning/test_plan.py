@@ -257,6 +257,17 @@ def test_float8_cache_holds_twice_as_many_tokens(model: str, capsys: pytest.Capt
     assert float8["replica"]["batch_size"] > plain["replica"]["batch_size"]
 
 
+def test_quantized_checkpoint_needs_less_memory(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = LLAMA_8B | {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plain = plan("--model", model, "--gpu", "L4", capsys=capsys)
+    quantized = plan("--model", str(tmp_path), "--gpu", "L4", capsys=capsys)
+    assert quantized["memory"]["weights"] == pytest.approx(6.03e9, rel=0.01)  # 2.1e9 for the embedding and the head
+    assert quantized["replica"]["floor_ms"] < 0.6 * plain["replica"]["floor_ms"]  # includes the KV cache
+    assert main(["plan", "--model", str(tmp_path), "--gpu", "L4"]) == 0
+    assert "step times assume that kernels for quantized weights" in capsys.readouterr().out
+
+
 def test_documented_example_matches_output(capsys: pytest.CaptureFixture[str]) -> None:
     page = (DEMO.parents[2] / "docs/capacity.md").read_text()
     command, shown = (re.search(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("sh", "text"))

@@ -34,26 +34,33 @@ def compile_kernel(
     assert compiled.metadata.shared <= MAX_SHARED_BYTES[capability]
 
 
-def compile_all(capability: int, dtype: str) -> int:
-    count = 0
-    for bits, block, extra in KINDS:
+def compile_all(capability: int, dtype: str, kinds: list[Kind]) -> int:
+    count, size = 0, {"bf16": 2, "fp32": 4}[dtype]
+    for bits, block, extra in kinds:
         part = (32 if bits == 4 else 16) if block == quantized.MIN_BLOCK else min(quantized.MAX_PART_INPUTS, block)
         encoding = {"INPUTS": INPUTS, "BITS": bits, "BLOCK": block, "PART": part, "HAS_OFFSETS": extra == "offsets"}
         encoding |= {"HAS_LEVELS": extra == "levels", "IS_FLOAT8": extra == "levels" and bits == 8}
         values = "*u8" if bits == 4 or extra == "levels" else "*i8"
-        types = {"values": values, "matrices": values, "scales": "*fp16", "offsets": "*fp32", "levels": "*fp32"}
+        types = {"values": values, "matrices": values, "scales": "*fp32", "offsets": "*fp32", "levels": "*fp32"}
         types |= dict.fromkeys(("out", "x", "bias", "biases"), f"*{dtype}")
-        types |= {"num_rows": "i32", "stride": "i32", "order": "*i32", "starts": "*i32"}
+        types |= {"num_rows": "i32", "outputs": "i32", "stride": "i32", "order": "*i32", "starts": "*i32"}
         shared = {"OUTPUTS": OUTPUTS, "HAS_BIAS": True, "INTERPRETED": False} | encoding
-        for rows in (16, quantized.MAX_ROWS):
-            sizes = {"HEIGHT": rows, "BLOCK_N": quantized.WIDE_BLOCK_N, "PARTS": quantized.STEP_INPUTS // part}
-            compile_kernel(quantized._multiply, capability, types, shared | sizes, 2, quantized.STAGE_BYTES // 2)
-        compile_kernel(quantized._decode, capability, types, encoding | {"OUTPUTS": OUTPUTS, "BLOCK_N": 64}, 4, 3)
-        sizes = {"HEIGHT": 64, "BLOCK_N": 128, "BLOCK_K": 64, "EXPERTS": 128, "BLOCK_E": 128, "TOP_K": 8}
-        compile_kernel(experts._product, capability, types, shared | sizes | {"GATHERS": True}, 8, 3)
-        count += 4
+        for rows, block_n in (
+            (16, quantized.NARROW_BLOCK_N),
+            (32, quantized.WIDE_BLOCK_N),
+            (64, quantized.WIDE_BLOCK_N),
+        ):
+            sizes = {"HEIGHT": rows, "BLOCK_N": block_n, "PARTS": quantized.STEP_INPUTS // part}
+            compile_kernel(quantized._multiply, capability, types, shared | sizes, 2, quantized.PIPELINE_BYTES // size)
+        compile_kernel(quantized._dequantize, capability, types, encoding | {"BLOCK_N": 64}, 4, 3)
+        shared |= {"PART": min(part, experts.PART_BYTES // size), "EXPERTS": 128, "BLOCK_E": 128, "TOP_K": 8}
+        for rows, block_n, warps, stages in ((16, 64, 4, 4), (64, 128, 8, 3), (128, 128, 8, 3)):
+            sizes = {"HEIGHT": rows, "BLOCK_N": block_n, "BLOCK_K": 64, "GATHERS": True}
+            compile_kernel(experts._product, capability, types, shared | sizes, warps, stages)
+        count += 7
     return count
 
 
 if __name__ == "__main__":
-    print("compiled", compile_all(int(sys.argv[1]), "bf16"))
+    number = int(sys.argv[1])
+    print("compiled", compile_all(number, "bf16", KINDS) + compile_all(number, "fp32", KINDS[:1] + KINDS[-2:-1]))

@@ -45,7 +45,7 @@ def quantize_some(weight: torch.Tensor) -> torch.Tensor | QuantizedMatrix:
 
 FORMATS = [
     pytest.param(partial(quantize_blocks, bits=4), id="int4"),
-    pytest.param(partial(quantize_float8, block=32), id="fp8", marks=pytest.mark.slow),
+    pytest.param(partial(quantize_float8, block=64), id="fp8", marks=pytest.mark.slow),
     pytest.param(add_offsets, id="offsets"),
     pytest.param(quantize_some, id="mixed", marks=pytest.mark.slow),
 ]
@@ -93,7 +93,7 @@ def test_adapters_with_different_ranks_share_a_tile(name: str, in_graph: bool, d
 def test_quantized_experts_match_their_decoded_weights(
     quantize: Callable[[torch.Tensor], torch.Tensor | QuantizedMatrix], device: torch.device
 ) -> None:
-    mixture = Mixture(hidden=64, inner=32, num_experts=5, top_k=2)
+    mixture = Mixture(hidden=64, inner=64, num_experts=5, top_k=2)
     stored = [ExpertMatrices(*(quantize(part.to(device)) for part in expert[:2])) for expert in mixture.matrices()]
     decoded = [ExpertMatrices(*(LinearWeights(part).plain for part in expert[:2])) for expert in stored]
     activation = Activation("silu", F.silu)

@@ -1,0 +1,70 @@
+"""Hopper ops with quantized weights against float32."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lorax_server.kernels import BlockMatrix, quantize_blocks, quantize_float8
+from lorax_server.kernels.ops import Activation, LinearWeights
+from tests.kernels.batches import LinearCase, draw_adapters, error
+
+pytest.importorskip("cuda.bindings", reason="needs cuda-core")
+pytest.importorskip("triton", reason="needs Triton")
+from lorax_server.kernels.hopper.ops import HopperOps
+from tests.kernels.hopper.test_linear import TOLERANCE, make_adapters
+
+pytestmark = pytest.mark.gpu
+
+
+def add_offsets(matrix: BlockMatrix) -> BlockMatrix:
+    return replace(matrix, offsets=torch.rand_like(matrix.scales.float()) / 10)
+
+
+FORMATS = {
+    "int4": lambda weight: quantize_blocks(weight, 4),
+    "int8": lambda weight: quantize_blocks(weight, 8),
+    "offsets": lambda weight: add_offsets(quantize_blocks(weight, 4)),
+    "fp8": lambda weight: quantize_float8(weight, 64),
+}
+
+
+@pytest.fixture(scope="module")
+def ops() -> HopperOps:
+    return HopperOps(torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("tokens", [1, 3, 16, 64, 65, 128, 200, 1000])
+def test_products_with_adapters_match_float32(ops: HopperOps, tokens: int, dtype: torch.dtype, name: str) -> None:
+    widths = (2048, 2048)
+    world = LinearCase(1024, widths, make_adapters(9, len(widths)), dtype=dtype, bias=True, seed=tokens)
+    matrix = FORMATS[name](world.weights.plain).to(torch.device("cuda", 0))
+    weights = ops.make_linear(matrix, world.weights.bias)
+    ops.prepare([weights], with_lora=True)
+    assert weights.is_quantized
+    world.weights = LinearWeights(matrix.read(), world.weights.bias)
+    x, silu = world.normal(tokens, 1024), Activation("silu", F.silu)
+    for indices in (draw_adapters(tokens, 9, tokens), [7] * tokens, [0] * tokens):
+        expected = world.expected(x, indices)
+        got = ops.linear(x, weights, world.batch(indices), world.targets)
+        assert error(got, expected) < 2 * TOLERANCE[dtype]
+        gate, up = expected.chunk(2, dim=1)
+        gated = ops.gated_linear(x, weights, silu, world.batch(indices), world.targets)
+        assert error(gated, F.silu(gate) * up) < 4 * TOLERANCE[dtype]
+    assert error(ops.linear(x, weights, None, ()), world.expected(x, [0] * tokens)) < 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("rows", [1, 32])
+def test_graph_replays_quantized_product(ops: HopperOps, rows: int) -> None:
+    world = LinearCase(1024, (2048,), make_adapters(3, 1), bias=False)
+    weights = ops.make_linear(quantize_blocks(world.weights.plain, 4), None)
+    x = world.normal(rows, 1024)
+    expected = ops.linear(x, weights, None, ())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ops.linear(x, weights, None, ())
+    graph.replay()
+    assert torch.equal(out, expected)
