@@ -11,8 +11,11 @@ from lorax_server.kernels.triton import experts, quantized
 from tests.kernels.quantized_cases import Kind
 
 KINDS: list[Kind] = [
-    *[(4, 128, "offsets"), (4, 32, "plain"), (4, 16, "offsets"), (4, 64, "levels")],
-    *[(8, 32, "plain"), (8, 16, "plain"), (8, 4096, "plain"), (8, 128, "levels"), (8, 64, "offsets")],
+    (4, 128, "offsets"),
+    (4, 16, "offsets"),
+    (4, 64, "levels"),
+    (8, 32, "plain"),
+    (8, 128, "levels"),
 ]
 MAX_SHARED_BYTES = {80: 99 * 1024, 90: 227 * 1024}  # smallest limit of GPUs with a compute capability of 8 or 9
 INPUTS, OUTPUTS = 4096, 1536
@@ -63,4 +66,4 @@ def compile_all(capability: int, dtype: str, kinds: list[Kind]) -> int:
 
 if __name__ == "__main__":
     number = int(sys.argv[1])
-    print("compiled", compile_all(number, "bf16", KINDS) + compile_all(number, "fp32", KINDS[:1] + KINDS[-2:-1]))
+    print("compiled", compile_all(number, "bf16", KINDS) + compile_all(number, "fp32", KINDS[-1:]))
