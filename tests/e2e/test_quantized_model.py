@@ -59,6 +59,12 @@ def train(model: Any, folder: Path) -> None:
     trained.save_pretrained(folder)
 
 
+@pytest.fixture(autouse=True)
+def exact_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prevent bitsandbytes from computing in bfloat16, which it does on some CPUs."""
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
+
+
 @pytest.mark.parametrize("is_nested", [False, True], ids=["nf4", "double"])
 def test_adapter_trained_on_4_bit_model_is_served(is_nested: bool, tmp_path: Path) -> None:
     quantization = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": is_nested}
