@@ -11,6 +11,8 @@ import schemathesis
 from schemathesis import BaseSchema, Case, GenerationMode, HookContext, hooks
 from schemathesis.engine import events, from_schema
 
+from lorax_server.server.schemas.lorax import GenerateParameters, GenerateRequest
+from lorax_server.server.schemas.unsupported_fields import FIELDS_BY_ROUTE, GENERATE
 from tests.e2e.http_server import Server, serving, write_model
 
 NATIVE = ("/", "/invocations", "/generate", "/generate_stream")
@@ -33,6 +35,7 @@ FORMAT_FIELDS = (
     "response_format",
 )
 RESERVED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
+MISPLACED = {*FIELDS_BY_ROUTE[GENERATE], *GenerateParameters.model_fields} - {*GenerateRequest.model_fields}
 MAX_TOKENS = 3
 CONFIG: dict[str, Any] = {
     "seed": 6,
@@ -130,7 +133,7 @@ def make_valid(context: HookContext, case: Case[Any], kwargs: dict[str, Any]) ->
     if case.operation.path in NATIVE:
         is_streamed = bool(body.get("stream")) or case.operation.path == "/generate_stream"
         case.body = {
-            **body,
+            **{name: value for name, value in body.items() if name not in MISPLACED},
             "inputs": body["inputs"][:16],
             "parameters": _parameters(body.get("parameters"), is_streamed),
         }

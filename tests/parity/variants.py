@@ -90,7 +90,7 @@ VARIANTS: dict[str, Variant] = {
     "gpt2-reorder-and-upcast": Variant(
         GPT2Config, GPT2 | {"reorder_and_upcast_attn": True}, off={"layer_norm_epsilon": 0.5}
     ),
-    "gpt2-n-inner": Variant(GPT2Config, GPT2 | {"n_inner": 37}, off={"n_inner": None}),
+    "gpt2-n-inner": Variant(GPT2Config, GPT2 | {"n_inner": 36}, off={"n_inner": None}),
     "gpt2-untied-head": Variant(GPT2Config, GPT2 | {"tie_word_embeddings": False}, spoil=(r"lm_head\.weight", 0.0)),
     **{
         f"gpt2-{name}": Variant(GPT2Config, GPT2 | {"activation_function": name}, off={"activation_function": other})
