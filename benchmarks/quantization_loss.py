@@ -21,7 +21,7 @@ from lorax_server.types import StopParams
 
 DOCS = Path(__file__).parent.parent / "docs"
 CHUNK_TOKENS = 512
-METHODS = ("int8", "int4", "bitsandbytes-nf4", "bitsandbytes-fp4")
+METHODS = ("int8", "int4", "fp8", "bitsandbytes-nf4", "bitsandbytes-fp4")
 
 
 def dequantize(path: Path, folder: Path) -> Path:
