@@ -352,7 +352,7 @@ def look_up_rows(weight: torch.Tensor | StoredMatrix, ids: torch.Tensor) -> torc
 
 
 def prepare(linears: Sequence[LinearWeights], with_lora: bool) -> None:
-    """Do nothing, because torch needs no compilation."""
+    """Return immediately: these ops use torch, which has no kernels to compile."""
 
 
 def rms_norm(

@@ -38,7 +38,7 @@ def serve_replicas(argv: list[str]) -> int:
         argv = [*argv, "--allowed-host=*"]  # replicas listen on localhost, where the Host header is checked
     os.environ.setdefault(NICENESS_VARIABLE, "0")
     ray.init(num_cpus=max(cores, int(scale.cpus * replicas)), include_dashboard=False)
-    for number in (signal.SIGINT, signal.SIGTERM):  # must follow ray.init, which sets its own handlers
+    for number in (signal.SIGINT, signal.SIGTERM):  # after ray.init, because it replaces the signal handlers
         signal.signal(number, signal.default_int_handler)
     try:
         serve.start(http_options={"host": config.host, "port": port})

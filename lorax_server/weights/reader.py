@@ -57,7 +57,8 @@ class _StagingBuffer(NamedTuple):
 class WeightsReader:
     """Reads tensors from safetensors files to one device.
 
-    When `read` returns, copies may still run on a separate stream. The caller's stream waits for these copies.
+    When `read` returns, copies may still run on a separate CUDA stream. Later work on the caller's stream starts after
+    these copies.
     """
 
     def __init__(self, device: torch.device, *, buffer_bytes: int = BUFFER_BYTES) -> None:

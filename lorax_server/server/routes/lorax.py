@@ -231,7 +231,7 @@ def choose_merged_adapters(
     )
     weights = merged.weights or [1.0] * len(merged.ids)
     check(len(merged.ids) == len(weights), "number of adapter IDs must match number of adapter weights")
-    if len(merged.ids) == 1:  # nothing to merge, so use the adapter unchanged
+    if len(merged.ids) == 1:  # a single adapter is used unchanged, without merging
         return names.select_adapter_id(merged.ids[0], source, token)
     return names.select_merged_adapters(merged.ids, _make_merge(merged, weights, seed), source, token)
 
