@@ -115,6 +115,7 @@ class LLM:
         self._sandbox = Sandbox(1)
         self._trials = GrammarTrials(self._sandbox, TRIAL_TASK._replace(max_pending=None))
         self._tokenizers = AdapterTokenizers(self._tokenizer, path, self._sandbox)
+        self._update_lock = threading.Lock()  # held while an adapter is replaced; taken before `_lock`
         self._lock = threading.Lock()  # guards the fields below
         uses: dict[str, Any] = {"task": task, "pooling": pooling, "embedding_dim": embedding_dim}
         config = EngineConfig(ModelConfig(path, dtype=dtype, device=device, quantize=quantize, **uses), **settings)
@@ -333,6 +334,10 @@ class LLM:
         """
         if running not in ("finish", "move"):
             raise InputError(f"running must be 'finish' or 'move' (got {running!r})")
+        with self._update_lock:
+            self._replace(adapter_id, tensors, config, running)
+
+    def _replace(self, adapter_id: str, tensors: Mapping[str, torch.Tensor], config: Any, running: str) -> None:
         capabilities = self._engine.capabilities
         try:
             present = self._wait_for(self._resolve(adapter_id))
@@ -342,7 +347,9 @@ class LLM:
             present = ResolvedAdapter("")
         with self._lock_engine():
             before = self._engine.find_spec(present.identity) if config is None else None
-        parsed = before.checkpoints[0].config if before is not None else parse_peft_config(config, adapter_id)
+        if before is None and config is None:
+            raise AdapterNotFoundError(f"adapter {adapter_id!r} was unloaded while it was being updated; pass its config")
+        parsed = parse_peft_config(config, adapter_id) if before is None else before.checkpoints[0].config
         check_base_model(parsed, capabilities.model_type, capabilities.model_class, None, capabilities.task)
         spec = copy_to_spec(adapter_id, tensors, parsed, capabilities.max_inputs)
         try:

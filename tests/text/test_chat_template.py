@@ -30,6 +30,7 @@ from tests.text.sandbox_workers import find_workers, wait_until_busy
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 HI = [{"role": "user", "content": "Hi"}]
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+SLOW = "{% for a in range(600) %}{% for b in range(99999) %}{% endfor %}{% endfor %}cancelled"  # takes seconds
 LONG_S = 120.0  # for renders that must succeed, however busy the machine
 PATIENT = RENDER_TASK._replace(cpu_s=LONG_S, wall_s=LONG_S)
 IMPATIENT = PATIENT._replace(cpu_s=0.2)  # for endless templates
@@ -489,7 +490,7 @@ def test_killed_worker_fails_its_render_and_is_replaced(single_worker: SingleWor
 def test_cancelled_render_does_not_affect_next_render(single_worker: SingleWorkerRenderer) -> None:
     async def work() -> None:
         worker = await single_worker.start_worker()
-        slow = template("{% for i in range(99999) %}{% endfor %}cancelled")
+        slow = template(SLOW)
         cancelled = [asyncio.create_task(single_worker.renderer.render(slow, HI)) for _ in range(3)]
         kept = asyncio.create_task(single_worker.renderer.render(template("kept"), HI))
         await wait_until_busy(worker)
