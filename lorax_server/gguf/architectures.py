@@ -6,7 +6,7 @@ llama.cpp's converters define these names. They also reorder query and key rows,
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -48,6 +48,20 @@ SHARED_EXPERT_NAMES = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+# Multi-head latent attention. Newer files split `attn_kv_b` into `attn_k_b` and `attn_v_b`.
+LATENT_NAMES = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+}
+LATENT_KEYS_PATTERN = re.compile(r"(blk\.\d+)\.attn_k_b\.weight")
+LATENT_VALUES_PATTERN = re.compile(r"blk\.\d+\.attn_v_b\.weight")
+CORRECTION_BIAS = "exp_probs_b"  # a parameter of the router in transformers, without the suffix `.bias`
+SOFTMAX_GATING, SIGMOID_GATING = 1, 2  # values of `expert_gating_func`
+YARN_LOG_MULTIPLIER = 0.1  # llama.cpp's converter multiplies `mscale_all_dim` by this
 HEAD_NORM_NAMES = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 SANDWICH_NORM_NAMES = {
     "ffn_norm": "pre_feedforward_layernorm",
@@ -65,6 +79,8 @@ class TensorSource(NamedTuple):
     first_row: int = 0
     head_dim: int | None = None  # set if the halves of each head's rows are interleaved
     offset: float = 0.0  # added to the values
+    # Set if `entry` contains the transposed key matrices of all heads, and another entry their value matrices.
+    values: TensorEntry | None = None
 
 
 class _Fields:
@@ -90,7 +106,14 @@ class _Fields:
         return name in self.file.tensors
 
     @property
+    def is_latent(self) -> bool:
+        """Return True if the model uses multi-head latent attention."""
+        return self.find_int("attention.kv_lora_rank") is not None
+
+    @property
     def head_dim(self) -> int:
+        if self.is_latent:  # as in transformers, the size of the rotated part
+            return self.require_int("rope.dimension_count")
         size, heads = self.require_int("embedding_length"), self.require_int("attention.head_count")
         return self.find_int("attention.key_length") or size // heads
 
@@ -126,6 +149,8 @@ def find_architecture(file: GGUFFile) -> GGUFArchitecture:
         return MIXTRAL
     if name == "llama" and "mistral" in (file.get("general.name", str) or "").lower():
         return MISTRAL_ARCHITECTURE
+    if name == "deepseek2" and file.get("deepseek2.expert_gating_func", int) == SIGMOID_GATING:
+        return DEEPSEEK3_ARCHITECTURE
     return ARCHITECTURES[name]
 
 
@@ -137,7 +162,7 @@ def make_config(file: GGUFFile) -> dict[str, Any]:
     if file.get(f"{fields.name}.attention.causal", bool) is False:
         raise UnsupportedModelError(f"{file.path}: only causal models are supported")
     heads, head_dim = fields.require_int("attention.head_count"), fields.head_dim
-    if (fields.find_int("attention.value_length") or head_dim) != head_dim:
+    if not fields.is_latent and (fields.find_int("attention.value_length") or head_dim) != head_dim:
         raise UnsupportedModelError(f"{file.path}: attention.key_length and attention.value_length differ")
     config = {
         "architectures": [arch.class_name],
@@ -165,7 +190,8 @@ def make_config(file: GGUFFile) -> dict[str, Any]:
 
 TOKEN_KEYS = {"bos": "bos", "eos": "eos", "pad": "padding"}
 # Fields for which null and a missing value differ in transformers.
-NULLABLE_FIELDS = ("sliding_window", "bos_token_id", "eos_token_id", "pad_token_id")
+NULLABLE_FIELDS = ("sliding_window", "q_lora_rank", "bos_token_id", "eos_token_id", "pad_token_id")
+EXPERT_COUNT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def map_tensors(file: GGUFFile, config: Mapping[str, Any]) -> dict[str, TensorSource]:
@@ -173,7 +199,11 @@ def map_tensors(file: GGUFFile, config: Mapping[str, Any]) -> dict[str, TensorSo
     arch = find_architecture(file)
     tensors: dict[str, TensorSource] = {}
     for name, entry in file.tensors.items():
-        if name not in ROPE_TENSORS:
+        if "attn_kv_b" in arch.names and (match := LATENT_KEYS_PATTERN.fullmatch(name)):
+            tensors.update(_join_keys_and_values(file, arch, config, match[1]))
+        elif "attn_kv_b" in arch.names and LATENT_VALUES_PATTERN.fullmatch(name):
+            continue
+        elif name not in ROPE_TENSORS:
             tensors.update(map_tensor(file, arch, config, name, entry))
     return tensors
 
@@ -197,7 +227,7 @@ def map_tensor(
             source = TensorSource(entry, (count, *entry.shape[1:]), start, None if part == "v" else head_dim)
             yield f"{prefix}{names[f'attn_{part}']}.{kind}", source
         return
-    target = f"{prefix}{names[module]}.{kind}"
+    target = f"{prefix}{names[module]}" + (f".{kind}" if module != CORRECTION_BIAS else "")
     if "{expert}" in target:
         yield from _split_experts(file, config, name, entry, target)
         return
@@ -218,12 +248,31 @@ def map_tensor(
 def _split_experts(
     file: GGUFFile, config: Mapping[str, Any], name: str, entry: TensorEntry, target: str
 ) -> Iterator[tuple[str, TensorSource]]:
-    count = config.get("num_experts", config.get("num_local_experts"))
+    count = next((config[key] for key in EXPERT_COUNT_FIELDS if key in config), None)
     if len(entry.shape) != 3 or entry.shape[0] != count:
         raise file.error(f"tensor {name!r} has shape {entry.shape}, expected {count} matrices, one per expert")
     shape = entry.shape[1:]
     for expert in range(entry.shape[0]):
         yield target.format(expert=expert), TensorSource(entry._replace(shape=shape), shape, expert * shape[0])
+
+
+def _join_keys_and_values(
+    file: GGUFFile, arch: GGUFArchitecture, config: Mapping[str, Any], layer: str
+) -> dict[str, TensorSource]:
+    """Return transformers' matrix with the key rows and the value rows of each head."""
+    keys, values = file.tensors[f"{layer}.attn_k_b.weight"], file.tensors.get(f"{layer}.attn_v_b.weight")
+    heads, latent_size = config["num_attention_heads"], config["kv_lora_rank"]
+    key_size, value_size = config["qk_nope_head_dim"], config["v_head_dim"]
+    if values is None:
+        raise file.error(f"tensor '{layer}.attn_v_b.weight' is missing")
+    for name, entry, expected in (
+        ("k", keys, (heads, latent_size, key_size)),
+        ("v", values, (heads, value_size, latent_size)),
+    ):
+        if entry.shape != expected:
+            raise file.error(f"tensor '{layer}.attn_{name}_b.weight' has shape {entry.shape}, expected {expected}")
+    target = f"{arch.layer_prefix}.{layer.removeprefix('blk.')}.{arch.names['attn_kv_b']}.weight"
+    return {target: TensorSource(keys, (heads * (key_size + value_size), latent_size), values=values)}
 
 
 # --- RoPE -------------------------------------------------------------------------------------------------------------
@@ -353,6 +402,41 @@ def _qwen3_moe_config(fields: _Fields) -> dict[str, Any]:
     }
 
 
+def _deepseek_config(fields: _Fields) -> dict[str, Any]:
+    gating = fields.find_int("expert_gating_func") or SOFTMAX_GATING
+    if gating not in (SOFTMAX_GATING, SIGMOID_GATING):
+        raise UnsupportedModelError(f"{fields.file.path}: {fields.name}.expert_gating_func = {gating} is not supported")
+    if fields.find_float("attention.temperature_scale"):
+        raise UnsupportedModelError(f"{fields.file.path}: {fields.name}.attention.temperature_scale is not supported")
+    key_size = fields.find_int("attention.key_length_mla") or fields.require_int("attention.key_length")
+    value_size = fields.find_int("attention.value_length_mla") or fields.require_int("attention.value_length")
+    groups = fields.find_int("expert_group_count") or 1
+    rope, multiplier = _rope_parameters(fields), fields.find_float("rope.scaling.yarn_log_multiplier")
+    if rope["rope_type"] == "yarn" and multiplier:  # `mscale` is not in the file; llama.cpp uses the same value
+        rope |= dict.fromkeys(("mscale", "mscale_all_dim"), multiplier / YARN_LOG_MULTIPLIER)
+    config = {
+        "num_key_value_heads": fields.require_int("attention.head_count"),
+        "q_lora_rank": fields.find_int("attention.q_lora_rank") or None,
+        "kv_lora_rank": fields.require_int("attention.kv_lora_rank"),
+        "qk_nope_head_dim": key_size - fields.head_dim,
+        "qk_rope_head_dim": fields.head_dim,
+        "v_head_dim": value_size,
+        "first_k_dense_replace": fields.require_int("leading_dense_block_count"),
+        "n_routed_experts": fields.require_int("expert_count"),
+        "num_experts_per_tok": fields.require_int("expert_used_count"),
+        "n_shared_experts": fields.require_int("expert_shared_count"),
+        "moe_intermediate_size": fields.require_int("expert_feed_forward_length"),
+        "routed_scaling_factor": fields.find_float("expert_weights_scale") or 1.0,
+        "norm_topk_prob": fields.file.get(f"{fields.name}.expert_weights_norm", bool) or False,
+        "n_group": groups,
+        "topk_group": fields.find_int("expert_group_used_count") or groups,
+        "rope_parameters": rope,
+    }
+    if gating == SIGMOID_GATING:
+        return config | {"rope_interleave": True}
+    return config | {"topk_method": "group_limited_greedy" if groups > 1 else "greedy"}
+
+
 def _olmo2_config(fields: _Fields) -> dict[str, Any]:
     if fields.find_int("attention.sliding_window"):
         raise UnsupportedModelError(f"{fields.file.path}: OLMo 3 (olmo2 with sliding windows) is not supported")
@@ -413,6 +497,13 @@ def _make_architectures() -> dict[str, GGUFArchitecture]:
     row_norms = {name: f"{target[:-4]}layernorm.norms.{{row}}" for name, target in HEAD_NORM_NAMES.items()}
     sparse = {name: target for name, target in LLAMA_NAMES.items() if not target.startswith("mlp.")} | EXPERT_NAMES
     granite_sparse = {name: target.replace("mlp.", "block_sparse_moe.") for name, target in sparse.items()}
+    deepseek = {name: target for name, target in LLAMA_NAMES.items() if name not in ("attn_k", "attn_v")}
+    deepseek |= LATENT_NAMES | EXPERT_NAMES
+    deepseek |= {
+        name: target.replace("shared_expert.", "shared_experts.")
+        for name, target in SHARED_EXPERT_NAMES.items()
+        if name != "ffn_gate_inp_shexp"
+    }
     gpt2_modules = {
         "attn_norm": "ln_1",
         "attn_qkv": "attn.c_attn",
@@ -425,6 +516,7 @@ def _make_architectures() -> dict[str, GGUFArchitecture]:
         "arcee": GGUFArchitecture("arcee", "ArceeForCausalLM", plain_mlp, interleaves_heads=True),
         "cohere2": GGUFArchitecture("cohere2", "Cohere2ForCausalLM", LLAMA_NAMES, make_config=_cohere_config),
         "command-r": GGUFArchitecture("cohere", "CohereForCausalLM", llama_with_head_norms, make_config=_cohere_config),
+        "deepseek2": GGUFArchitecture("deepseek_v2", "DeepseekV2ForCausalLM", deepseek, make_config=_deepseek_config),
         "exaone4": GGUFArchitecture("exaone4", "Exaone4ForCausalLM", post_norms, make_config=_exaone4_config),
         "gemma": GGUFArchitecture("gemma", "GemmaForCausalLM", LLAMA_NAMES, norm_offset=-1.0),
         "gemma2": GGUFArchitecture(
@@ -518,6 +610,13 @@ def _make_architectures() -> dict[str, GGUFArchitecture]:
 
 
 ARCHITECTURES = _make_architectures()
+# llama.cpp treats DeepSeek-V3 as DeepSeek-V2.
+DEEPSEEK3_ARCHITECTURE = replace(
+    ARCHITECTURES["deepseek2"],
+    model_type="deepseek_v3",
+    class_name="DeepseekV3ForCausalLM",
+    names={**ARCHITECTURES["deepseek2"].names, CORRECTION_BIAS: "mlp.gate.e_score_correction_bias"},
+)
 # llama.cpp treats Mixtral as Llama, too.
 MIXTRAL = GGUFArchitecture(
     "mixtral",

@@ -37,6 +37,28 @@ _WORD_PATTERNS = [
 _TEKKEN_PATTERN = rf"{'|'.join(_WORD_PATTERNS)}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_WHITESPACE_PATTERN}"
 _GPT4O_PATTERN = "|".join(rf"{word}{_CONTRACTIONS}?" for word in _WORD_PATTERNS)
 _GPT4O_PATTERN = rf"{_GPT4O_PATTERN}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_WHITESPACE_PATTERN}"
+# DeepSeek-V2's pattern lists the letters that have case, except in some scripts.
+_DEEPSEEK_SKIPPED_LETTERS = (
+    r"\x{560}-\x{588}\x{10C6}-\x{10FF}\x{1C80}-\x{1C8F}\x{2D00}-\x{2D2F}\x{A790}-\x{A7FF}\x{AB30}-\x{AB6F}"
+    r"\x{10570}-\x{105BF}\x{10D50}-\x{10D85}\x{16E40}-\x{16EFF}\x{1D400}-\x{1D7FF}\x{1DF00}-\x{1DFFF}"
+)
+_DEEPSEEK_PUNCTUATION = r"!-/:-~\x{FF01}-\x{FF0F}\x{FF1A}-\x{FF5E}\x{2018}-\x{201F}\x{3000}-\x{3002}"
+_DEEPSEEK_ASIAN_PATTERN = r"[\x{800}-\x{9FA5}\x{AC00}-\x{D7FF}]+"
+_DEEPSEEK_LLM_PATTERNS = (
+    r"[\r\n]",
+    rf"\s?[\p{{Lu}}\p{{Ll}}\p{{Lt}}&&[^{_DEEPSEEK_SKIPPED_LETTERS}]]+",
+    rf"\s?[{_DEEPSEEK_PUNCTUATION}]+",
+    r"\s+$",
+    _DEEPSEEK_ASIAN_PATTERN,
+    r"\p{N}",
+)
+_DEEPSEEK_CODER_PATTERNS = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_ASIAN_PATTERN, r"\p{N}")
+_DEEPSEEK3_PATTERNS = (
+    r"\p{N}{1,3}",
+    r"[\x{4E00}-\x{9FA5}\x{3040}-\x{30FF}]+",
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    rf"|{_WHITESPACE_PATTERN}",
+)
 
 
 class PreTokenizer(NamedTuple):
@@ -60,6 +82,9 @@ PRE_TOKENIZERS = {
         ("llama3", "llama-v3", "llama-bpe", "falcon3", "midm-2.0"), PreTokenizer((_LLAMA3_PATTERN,), True, True)
     ),
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), PreTokenizer((_LLAMA3_PATTERN,))),
+    "deepseek-llm": PreTokenizer(_DEEPSEEK_LLM_PATTERNS),
+    "deepseek-coder": PreTokenizer(_DEEPSEEK_CODER_PATTERNS),
+    "deepseek-v3": PreTokenizer(_DEEPSEEK3_PATTERNS),
     "glm4": PreTokenizer((_LLAMA3_PATTERN,), True),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "kormo", "megrez"), PreTokenizer((_QWEN2_PATTERN,))),
     "tekken": PreTokenizer((_TEKKEN_PATTERN,), True, True),

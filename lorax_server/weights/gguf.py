@@ -10,6 +10,7 @@ import torch
 
 from lorax_server.errors import WeightsError
 from lorax_server.gguf.architectures import TensorSource
+from lorax_server.gguf.container import TensorEntry
 from lorax_server.kernels import BlockMatrix
 
 READ_CHUNK_BYTES = 4 * 2**20  # rows are read and decoded in chunks of this size, to limit temporary memory
@@ -44,6 +45,8 @@ class GGUFTensor:
 
     def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
         """Read and dequantize a slice."""
+        if self.source.values is not None:
+            return self._join_keys_and_values(self.source.values)[index]
         if len(self.shape) < len(self.source.entry.shape):  # one row of a stored matrix
             return self._read_tensor([(0, 1)]).view(self.shape)[index]
         start, stop, _ = (index[0] if index else slice(None)).indices(self.shape[0])
@@ -51,6 +54,7 @@ class GGUFTensor:
 
     def read_matrix(self, ranges: Sequence[tuple[int, int]], dtype: torch.dtype) -> torch.Tensor | BlockMatrix:
         """Return ranges of matrix rows. `dtype` is the dtype that a quantized matrix is converted to."""
+        assert self.source.values is None
         parts = self._read_rows(ranges)
         if self.format in FLOAT_DTYPES:
             return parts[0].to(dtype)
@@ -69,6 +73,14 @@ class GGUFTensor:
         matrix = self.read_matrix(ranges, torch.float32)
         tensor = matrix.read() if isinstance(matrix, BlockMatrix) else matrix
         return tensor + self.source.offset if self.source.offset else tensor
+
+    def _join_keys_and_values(self, values: TensorEntry) -> torch.Tensor:
+        """Return a matrix with the key rows and the value rows of each head."""
+        parts = []
+        for entry in (self.source.entry, values):
+            flat = entry._replace(shape=(math.prod(entry.shape[:-1]), entry.shape[-1]))
+            parts.append(GGUFTensor(TensorSource(flat, flat.shape))[()].view(entry.shape))
+        return torch.cat([parts[0].transpose(1, 2), parts[1]], dim=1).flatten(0, 1)
 
     def _read_rows(self, ranges: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
         """Read and decode rows: one tensor for floats; values, scales and offsets for quantized types.

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from lorax_server.config import ModelConfig
 from lorax_server.errors import UnsupportedModelError, WeightsError
 from lorax_server.gguf.architectures import ARCHITECTURES
+from lorax_server.gguf.container import read_gguf
 from lorax_server.gguf.model_folder import find_model_folder
 from lorax_server.kernels import Ops, reference
 from lorax_server.models.registry import get_model
@@ -25,10 +26,19 @@ from tests.parity.variants import VARIANTS
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}
 EXPERT_SIZES = SIZES | {"moe_intermediate_size": 64}
 LLAMA3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LATENT_SIZES: dict[str, Any] = EXPERT_SIZES | {
+    **{"kv_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 16, "moe_intermediate_size": 32}
+}
+LATENT_YARN = rope("yarn", factor=4.0, original_max_position_embeddings=32, mscale=0.707, mscale_all_dim=0.707)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("arcee-biases", SIZES),
     "cohere2": ("cohere2", SIZES | {"layer_types": None, "num_hidden_layers": 5}),
     "command-r": ("cohere-head-norm", SIZES),
+    "deepseek2": ("deepseek2", LATENT_SIZES | LATENT_YARN | {"q_lora_rank": 32}),
+    "deepseek2-lite": ("deepseek2-lite", LATENT_SIZES),
+    "deepseek2-float": ("deepseek2", {}),
+    "deepseek3": ("deepseek3", LATENT_SIZES | LATENT_YARN | {"q_lora_rank": 32}),
+    "deepseek3-unnormalized": ("deepseek3-bias", LATENT_SIZES | {"norm_topk_prob": False}),
     "exaone4": ("exaone4", SIZES),
     "exaone4-no-window": ("exaone4-no-window", SIZES),
     "gemma": ("gemma", SIZES),
@@ -82,6 +92,9 @@ def make_oracle(case: str) -> Any:
         parameter.data.normal_(0, 0.3)
         if parameter.dim() == 1 and parameter_name.endswith("weight"):
             parameter.data.add_(variant.norm_mean)
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("e_score_correction_bias"):
+            buffer.normal_(0, 0.3)
     return model
 
 
@@ -123,6 +136,48 @@ def test_fused_query_key_value_is_split(tmp_path: Path) -> None:
     writer.write_model(tmp_path / "model.gguf", oracle, fuses_qkv=True)
     expected = oracle_logits(oracle, PROMPT, len(PROMPT), {})
     assert (prefill(serve(tmp_path / "model.gguf")) - expected).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", [Type.F16, Type.Q8_0])
+@pytest.mark.parametrize("splits_kv", [False, True])
+def test_keys_and_values_of_latent_attention(splits_kv: bool, kind: Type, tmp_path: Path) -> None:
+    """Older versions of llama.cpp's converter do not split `kv_b_proj`."""
+    oracle = make_oracle("deepseek2")
+    writer.write_model(tmp_path / "model.gguf", oracle, lambda _: kind, splits_kv=splits_kv)
+    assert ("blk.0.attn_k_b.weight" in read_gguf(tmp_path / "model.gguf").tensors) == splits_kv
+    expected = oracle_logits(oracle, PROMPT, len(PROMPT), {})
+    assert (prefill(serve(tmp_path / "model.gguf")) - expected).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("expert_gating_func", 3, "deepseek2.expert_gating_func = 3 is not supported"),
+        ("attention.temperature_scale", 0.1, "deepseek2.attention.temperature_scale is not supported"),
+    ],
+)
+def test_other_models_with_latent_attention_are_rejected(
+    field: str, value: float, message: str, tmp_path: Path
+) -> None:
+    writer.write_model(tmp_path / "model.gguf", make_oracle("deepseek2"), fields={f"deepseek2.{field}": value})
+    with pytest.raises(UnsupportedModelError, match=message):
+        find_model_folder(tmp_path / "model.gguf")
+
+
+def test_unexpected_shape_of_keys_is_rejected(tmp_path: Path) -> None:
+    oracle = make_oracle("deepseek2")
+    oracle.config.qk_nope_head_dim += 4
+    extra = {f"blk.0.attn_{each}_b.weight": torch.ones(4, 32, 32) for each in "kv"}
+    writer.write_model(tmp_path / "model.gguf", oracle, splits_kv=False, extra=extra)
+    with pytest.raises(WeightsError, match=r"attn_k_b\.weight' has shape \(4, 32, 32\), expected \(4, 32, 36\)"):
+        find_model_folder(tmp_path / "model.gguf")
+
+
+def test_missing_values_of_latent_attention_are_rejected(tmp_path: Path) -> None:
+    extra = {"blk.0.attn_k_b.weight": torch.ones(4, 32, 32)}
+    writer.write_model(tmp_path / "model.gguf", make_oracle("deepseek2"), splits_kv=False, extra=extra)
+    with pytest.raises(WeightsError, match=r"tensor 'blk\.0\.attn_v_b\.weight' is missing"):
+        find_model_folder(tmp_path / "model.gguf")
 
 
 def test_mistral_is_detected_by_model_name(tmp_path: Path) -> None:

@@ -144,6 +144,20 @@ def test_single_digit_pre_tokenizer_matches_original_tokenizer(tmp_path: Path) -
     assert ours.encode("a  1").tokens == ["a", "ĠĠ", "1"]
 
 
+@pytest.mark.parametrize(
+    ("pre", "words"),
+    [
+        ("deepseek-llm", "Hi|,| x|_|1|2|3|4| don|'|t|\n|\n|  |日本語カナ| |안녕| Gr|öß|e| |ა| «|q|»| $|5|.|0|0|  "),
+        ("deepseek-coder", "Hi|,| x|_|1|2|3|4| don|'|t|\n|\n| | |日本語カナ| |안녕| Größe| |ა| «|q|»| $|5|.|0|0|  "),
+        ("deepseek-v3", "Hi|,| x|_|123|4| don|'t|\n\n|  |日本語カナ| 안녕| Größe| ა| «|q|»| $|5|.|00|  "),
+    ],
+)
+def test_deepseek_words(pre: str, words: str, tmp_path: Path) -> None:
+    """The patterns are the same as in llama.cpp. The punctuation pattern of `deepseek-llm` contains ASCII letters."""
+    backend, text = load(tmp_path / "a.gguf", "deepseek2", train_byte_level(), pre=pre).backend, words.replace("|", "")
+    assert [text[slice(*place)] for _, place in backend.pre_tokenizer.pre_tokenize_str(text)] == words.split("|")
+
+
 def test_words_in_vocabulary_need_no_merges(tmp_path: Path) -> None:
     """As in Llama 3: transformers applies merges to them."""
     vocabulary = Vocabulary(["Ġ", "a", "b", "c", "abc", "ab"], [1] * 6, ["a b"], [])

@@ -21,6 +21,8 @@ from tests.gguf.blocks import random_blocks
 
 ARCHITECTURES = {
     "cohere": "command-r",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
     "gemma3_text": "gemma3",
     "mistral": "llama",
     "mixtral": "llama",
@@ -29,7 +31,12 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
 }
 # Names that the `gguf` package does not know, and names of the same tensors that it knows.
-GRANITE_NAMES = (("block_sparse_moe.experts", "mlp.experts"), ("block_sparse_moe.router", "mlp.gate"))
+OTHER_NAMES = (
+    ("block_sparse_moe.experts", "mlp.experts"),
+    ("block_sparse_moe.router", "mlp.gate"),
+    ("mlp.gate.e_score_correction_bias", "mlp.gate.e_score_correction.bias"),
+)
+LATENT_MODELS = ("deepseek_v2", "deepseek_v3")
 INTERLEAVED = ("arcee", "granite", "granitemoe", "llama", "mistral", "mixtral", "smollm3")
 SHIFTED_NORMS = ("gemma", "gemma2", "gemma3_text", "nemotron")
 # Types that the `gguf` package can quantize to.
@@ -53,21 +60,28 @@ def write_model(
     choose_type: ChooseType = all_float,
     *,
     metadata: Mapping[str, str] = MappingProxyType({}),
+    fields: Mapping[str, float] = MappingProxyType({}),
     extra: Mapping[str, torch.Tensor] = MappingProxyType({}),
     fuses_qkv: bool = False,
+    splits_kv: bool = True,
     write_tokens: Callable[[gguf.GGUFWriter], object] | None = None,
 ) -> None:
     """Write a transformers model, and replace its parameters by the dequantized values in the file."""
     config = model.config
     writer = gguf.GGUFWriter(path, ARCHITECTURES.get(config.model_type, config.model_type))
     write_config(writer, config)
+    write_latent_config(writer, config, splits_kv=splits_kv)
     if write_tokens is None:
         write_vocabulary(writer, config.vocab_size)
     else:
         write_tokens(writer)
     for key, value in metadata.items():
         writer.add_string(key, value)
+    for key, number in fields.items():
+        add = writer.add_float32 if isinstance(number, float) else writer.add_uint32
+        add(key, number)
     tensors = split_experts(model.state_dict())
+    tensors = split_keys_and_values(config, tensors) if splits_kv else tensors
     if config.tie_word_embeddings:
         tensors.pop("lm_head.weight")
     for name, parts in to_gguf_names(config, tensors).items():
@@ -125,6 +139,19 @@ def split_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
     return split
 
 
+def split_keys_and_values(config: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the same tensors, with the transposed keys and the values of latent attention separate, as views."""
+    split: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if config.model_type not in LATENT_MODELS or ".kv_b_proj." not in name:
+            split[name] = tensor
+            continue
+        by_head = tensor.view(config.num_attention_heads, -1, config.kv_lora_rank)
+        keys, values = by_head.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
+        split |= {name.replace("kv_b", "k_b"): keys.transpose(1, 2), name.replace("kv_b", "v_b"): values}
+    return split
+
+
 def to_gguf_names(config: Any, tensors: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return the tensors in transformers for each tensor in the file: one, or all rows of a stacked norm."""
     arch = ARCHITECTURES.get(config.model_type, config.model_type)
@@ -132,11 +159,12 @@ def to_gguf_names(config: Any, tensors: Mapping[str, Any]) -> dict[str, list[str
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     result: dict[str, list[str]] = {}
     for name in tensors:
-        stem, _, suffix = name.rpartition(".")
+        stem = name
+        for new, old in OTHER_NAMES:
+            stem = stem.replace(new, old)
+        stem, _, suffix = stem.rpartition(".")
         if "layernorm.norms." in stem:
             stem = stem.partition(".norms.")[0]
-        for new, old in GRANITE_NAMES:
-            stem = stem.replace(new, old)
         target = names.get_name(stem)
         assert target is not None, name
         result.setdefault(f"{target}.{suffix}", []).append(name)
@@ -204,13 +232,11 @@ def write_config(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_feed_forward_length(get("intermediate_size") or get("n_inner") or 4 * config.hidden_size)
     writer.add_head_count(config.num_attention_heads)
     fields = {
-        "num_key_value_heads": writer.add_head_count_kv,
         "rms_norm_eps": writer.add_layer_norm_rms_eps,
         "layer_norm_eps": writer.add_layer_norm_eps,
         "layer_norm_epsilon": writer.add_layer_norm_eps,
         "norm_epsilon": writer.add_layer_norm_eps,
         "norm_eps": writer.add_layer_norm_eps,
-        "head_dim": writer.add_key_length,
         "attn_logit_softcapping": writer.add_attn_logit_softcapping,
         "final_logit_softcapping": writer.add_final_logit_softcapping,
         "logit_scale": writer.add_logit_scale,
@@ -224,6 +250,8 @@ def write_config(writer: gguf.GGUFWriter, config: Any) -> None:
         "moe_intermediate_size": writer.add_expert_feed_forward_length,
         "shared_expert_intermediate_size": writer.add_expert_shared_feed_forward_length,
     }
+    if config.model_type not in LATENT_MODELS:
+        fields |= {"num_key_value_heads": writer.add_head_count_kv, "head_dim": writer.add_key_length}
     for name, add in fields.items():
         if get(name) is not None:
             add(get(name))
@@ -233,6 +261,39 @@ def write_config(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     if config.model_type != "gpt2":
         write_rope(writer, config)
+
+
+def write_latent_config(writer: gguf.GGUFWriter, config: Any, *, splits_kv: bool) -> None:
+    """Write the fields of DeepSeek models. Older files, which do not split keys and values, have fewer fields."""
+    if config.model_type not in LATENT_MODELS:
+        return
+    key_size = config.qk_nope_head_dim + config.qk_rope_head_dim
+    if splits_kv:
+        writer.add_head_count_kv(1)
+        writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
+        writer.add_value_length(config.kv_lora_rank)
+        writer.add_key_length_mla(key_size)
+        writer.add_value_length_mla(config.v_head_dim)
+    else:
+        writer.add_head_count_kv(config.num_attention_heads)
+        writer.add_key_length(key_size)
+        writer.add_value_length(config.v_head_dim)
+    if config.q_lora_rank is not None:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_expert_count(config.n_routed_experts)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    if config.norm_topk_prob:
+        writer.add_expert_weights_norm(True)
+    if config.model_type == "deepseek_v3":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if config.model_type == "deepseek_v3" or config.topk_method != "greedy":
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+    if config.rope_parameters.get("mscale_all_dim"):
+        writer.add_rope_scaling_yarn_log_mul(0.1 * config.rope_parameters["mscale_all_dim"])
 
 
 def write_rope(writer: gguf.GGUFWriter, config: Any) -> None:
