@@ -20,6 +20,7 @@ from lorax_server.engine.block_pool import BlockPool
 from lorax_server.engine.engine import Engine, Executor
 from lorax_server.engine.scheduler import Scheduler
 from lorax_server.engine.speculation.drafter import SpeculativeDrafter
+from lorax_server.engine.speculation.step_costs import GPU_PRIOR_RATIO, StepCosts
 from lorax_server.errors import EngineError, SourceError
 from lorax_server.phases import Phases
 from lorax_server.structured_output.manager import StructuredOutput
@@ -103,7 +104,8 @@ def build_drafter(config: EngineConfig) -> SpeculativeDrafter | None:
     """Return the drafter for speculative decoding, or None if speculation is disabled."""
     if not config.speculative_tokens:
         return None
-    return SpeculativeDrafter(config.speculative_tokens, config.speculation_max_batch_size)
+    costs = StepCosts() if config.model.device == "cpu" else StepCosts(GPU_PRIOR_RATIO, records_graphs=False)
+    return SpeculativeDrafter(config.speculative_tokens, config.speculation_max_batch_size, costs=costs)
 
 
 def build_vocabulary(model: Path) -> Vocabulary:

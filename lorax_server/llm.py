@@ -348,7 +348,9 @@ class LLM:
         with self._lock_engine():
             before = self._engine.find_spec(present.identity) if config is None else None
         if before is None and config is None:
-            raise AdapterNotFoundError(f"adapter {adapter_id!r} was unloaded while it was being updated; pass its config")
+            raise AdapterNotFoundError(
+                f"adapter {adapter_id!r} was unloaded while it was being updated; pass its config"
+            )
         parsed = parse_peft_config(config, adapter_id) if before is None else before.checkpoints[0].config
         check_base_model(parsed, capabilities.model_type, capabilities.model_class, None, capabilities.task)
         spec = copy_to_spec(adapter_id, tensors, parsed, capabilities.max_inputs)

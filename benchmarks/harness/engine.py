@@ -26,6 +26,7 @@ from harness.files import (
 from lorax_server.llm import LLM
 from lorax_server.types import Output, Request, SamplingParams, StopParams
 
+COUNTING_MODEL = "counting-model"  # see `make_model`
 FIRST_WORD = 256  # the first token id that is not a byte
 MAX_NUM_SEQS = 256
 ADAPTER_BYTES = 24 * 2**30  # device memory for 256 adapters of rank 16
@@ -143,29 +144,34 @@ def add_quantize_flag(parser: argparse.ArgumentParser) -> None:
 
 
 @contextmanager
-def open_bench(args: argparse.Namespace, adapters: Sequence[Adapter], **settings: Any) -> Iterator[Bench]:
-    """Create missing model and adapter files, and start an engine."""
+def open_bench(
+    args: argparse.Namespace, adapters: Sequence[Adapter], model: str = "model", **settings: Any
+) -> Iterator[Bench]:
+    """Create missing model and adapter files, and start an engine. `model` is the model's subfolder."""
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)6d ms  %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     print(f"{describe_device()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
     shape = TINY if args.tiny else LLAMA_8B
     with scratch_folder() as scratch:
         folder = args.folder or scratch
-        make_files(folder, shape, adapters)
+        make_files(folder, shape, adapters, model)
         if not args.tiny:
             settings |= {"adapter_bytes": ADAPTER_BYTES, "adapter_host_bytes": ADAPTER_HOST_BYTES}
         start_time = time.monotonic()
         quantize = getattr(args, "quantize", None)  # only some scripts have this flag
         settings |= {"max_num_seqs": MAX_NUM_SEQS, "quantize": quantize}
-        with LLM(folder / "model", folder / "adapters", **settings) as llm:
+        with LLM(folder / model, folder / "adapters", **settings) as llm:
             print(f"engine started in {time.monotonic() - start_time:.1f} s", flush=True)
             yield Bench(llm, StepClock(llm), shape, folder, quantize)
 
 
-def make_files(folder: Path, shape: ModelShape, adapters: Sequence[Adapter]) -> None:
-    """Write the model and the adapters that do not exist yet. The adapter name seeds its weights."""
-    if not (folder / "model/tokenizer_config.json").exists():  # the last file that is written
-        make_model(folder / "model", shape)
+def make_files(folder: Path, shape: ModelShape, adapters: Sequence[Adapter], model: str = "model") -> None:
+    """Write the model and the adapters that do not exist yet. The adapter name seeds its weights.
+
+    `model` is the model's subfolder: "model", or `COUNTING_MODEL`.
+    """
+    if not (folder / model / "tokenizer_config.json").exists():  # the last file that is written
+        make_model(folder / model, shape, is_counting=model == COUNTING_MODEL)
     missing = [one for one in adapters if not (folder / "adapters" / one.name / "adapter_config.json").exists()]
     (folder / "adapters").mkdir(exist_ok=True)
     if any(one.is_plain for one in missing):

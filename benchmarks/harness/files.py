@@ -19,6 +19,7 @@ import torch
 ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL_MODULES = (*ATTENTION_MODULES, "gate_proj", "up_proj", "down_proj")
 STD = 0.02
+COUNTING_SCALE = 2048.0  # the layers' outputs have a standard deviation of about 10
 MAX_OFFSET = 2**20  # elements; tensors start at random offsets below this one
 SHARD_BYTES = 4 * 10**9
 NUM_THREADS = 16
@@ -83,7 +84,7 @@ class Stored(NamedTuple):
 
     @classmethod
     def from_tensor(cls, tensor: torch.Tensor) -> "Stored":
-        return cls(tuple(tensor.shape), bytes_of(tensor.bfloat16()))
+        return cls(tuple(tensor.shape), bytes_of(tensor.bfloat16().flatten()))
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -101,8 +102,11 @@ def scratch_folder(folder: Path | None = None) -> Iterator[Path]:
         yield Path(name)
 
 
-def make_model(folder: Path, shape: ModelShape) -> None:
-    """Write a Llama model with its config, weight shards, and a tokenizer with a chat template."""
+def make_model(folder: Path, shape: ModelShape, is_counting: bool = False) -> None:
+    """Write a Llama model with its config, weight shards, and a tokenizer with a chat template.
+
+    With `is_counting`, the most likely token after token `i` is always token `i + 1`, by a large margin.
+    """
     pool, choice = Pool(shape.vocab_size * shape.hidden_size), random.Random(0)
     table, ones = (shape.vocab_size, shape.hidden_size), Stored.from_tensor(torch.ones(shape.hidden_size))
     tensors = {"model.embed_tokens.weight": pool.take(choice, table)}
@@ -112,6 +116,8 @@ def make_model(folder: Path, shape: ModelShape) -> None:
             tensors[f"{prefix}.{_path(module)}.weight"] = pool.take(choice, sizes)
         tensors[f"{prefix}.input_layernorm.weight"] = tensors[f"{prefix}.post_attention_layernorm.weight"] = ones
     tensors |= {"model.norm.weight": ones, "lm_head.weight": pool.take(choice, table)}
+    if is_counting:
+        tensors |= _make_counting_vocabulary(tensors["model.embed_tokens.weight"])
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaling["original_max_position_embeddings"] = min(8192, shape.max_position_embeddings // 8)
     config = {
@@ -127,6 +133,15 @@ def make_model(folder: Path, shape: ModelShape) -> None:
         "mlp_bias": False,
     }
     write_model(folder, tensors.items(), config | shape._asdict())
+
+
+def _make_counting_vocabulary(embedding: Stored) -> dict[str, Stored]:
+    """Return an embedding whose values are far larger than the layers' outputs, and an LM head whose row for token
+    `i + 1` is the embedding of token `i`.
+    """
+    rows = torch.frombuffer(embedding.content, dtype=torch.bfloat16).view(embedding.shape)
+    scaled, shifted = Stored.from_tensor(rows * COUNTING_SCALE), Stored.from_tensor(rows.roll(1, 0))
+    return {"model.embed_tokens.weight": scaled, "lm_head.weight": shifted}
 
 
 def write_model(folder: Path, tensors: Iterable[tuple[str, Stored]], config: dict[str, Any]) -> None:

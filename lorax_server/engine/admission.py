@@ -106,16 +106,16 @@ class Backlog:
         """Estimate the time to compute `num_tokens` tokens, in seconds. The estimate is 0 before the first step."""
         return num_tokens * self._seconds / self._computed if self._computed else 0.0
 
-    def record_step(self, num_tokens: int, submitted: float, now: float) -> float:
-        """Record a finished step and return its duration in seconds. Time that overlaps with the previous step is
-        counted only once.
+    def record_step(self, num_tokens: int, submitted: float, now: float) -> tuple[float, float]:
+        """Record a finished step. Return its duration, and the time between the previous step and its submission, in
+        seconds. Time that overlaps with the previous step is counted only once.
         """
-        seconds = now - max(submitted, self._last_end)
+        seconds, idle_s = now - max(submitted, self._last_end), max(0.0, submitted - self._last_end)
         self._last_end = now
         if num_tokens:
             self._computed = self._computed * AVERAGE_DECAY + num_tokens
             self._seconds = self._seconds * AVERAGE_DECAY + seconds
-        return seconds
+        return seconds, idle_s
 
     def record_completion(self, num_generated: int) -> None:
         """Record how many tokens a finished completion has."""

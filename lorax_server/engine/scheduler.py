@@ -29,7 +29,7 @@ class Drafter(Protocol):
     def propose(self, sequence: Sequence, num_running: int) -> Iterable[int]:
         """Return draft tokens for the positions after the sequence's last token, or no tokens."""
 
-    def waits(self, sequence: Sequence) -> bool:
+    def waits(self, sequence: Sequence, num_running: int) -> bool:
         """Return True if a sequence must wait for its token in flight, because drafts continue known tokens."""
 
     def record_step(self, num_sequences: int, num_drafted: int, seconds: float) -> None:
@@ -61,6 +61,7 @@ class Scheduler:
         self._adapters = adapters
         self._clock = clock
         self._drafter = drafter if limits.can_chunk else None
+        self._has_draft_room = False  # the next step has room for a draft token of every running sequence
         self._backlog = Backlog(limits, self.counters)
         self.queues = Queues(limits, adapters, FairQueue(weights, limits.max_num_seqs), self._fail, clock)
         self._waiting = self.queues.ready
@@ -204,9 +205,11 @@ class Scheduler:
         """Apply the result of the oldest step in flight, and return its outputs."""
         done = self.in_flight.popleft()
         assert done.number == result.step, f"expected the result of step {done.number}, got {result.step}"
-        seconds = self._backlog.record_step(done.num_tokens, done.submitted_at, self._clock())
+        seconds, idle_s = self._backlog.record_step(done.num_tokens, done.submitted_at, self._clock())
         if self._drafter is not None and done.is_decode:
             num_sequences = len(done.sampled)
+            if done.drafts and self.limits.max_steps_in_flight > 1:
+                seconds += idle_s  # without drafts, the step would have been submitted earlier
             self._drafter.record_step(num_sequences, done.num_tokens - num_sequences, seconds)
         self._adapters.complete_step(result.step, result.loaded)
         for index, ((sequence, start), logprobs) in enumerate(
@@ -292,20 +295,24 @@ class Scheduler:
         num_spare = min(self.limits.max_step_tokens, max(MAX_SAMPLED_ROWS, self.limits.max_num_seqs))
         num_spare -= len(self._running)
         is_short = self._cache.num_free_tokens < 2 * len(self._running) * self._cache.block_size + num_spare
+        self._has_draft_room = num_spare >= len(self._running) and not is_short
         if self._drafter is None or is_short:
             return drafts
-        for sequence in self._sort_running():
+        candidates = [sequence for sequence in self._sort_running() if sequence.can_draft]
+        for number, sequence in enumerate(candidates):
             if num_spare <= 0:
                 break
-            if sequence.can_draft:
-                proposed = self._drafter.propose(sequence, len(self._running))
-                if draft := sequence.limit_draft(tuple(proposed), num_spare):
-                    drafts[sequence] = draft
-                    num_spare -= len(draft)
+            share = max(1, num_spare // (len(candidates) - number))  # later tokens of a draft are less useful
+            proposed = self._drafter.propose(sequence, len(self._running))
+            if draft := sequence.limit_draft(tuple(proposed), share):
+                drafts[sequence] = draft
+                num_spare -= len(draft)
         return drafts
 
     def _waits(self, sequence: Sequence) -> bool:
-        return self._drafter is not None and sequence.request.speculation and self._drafter.waits(sequence)
+        if self._drafter is None or not self._has_draft_room or not sequence.request.speculation:
+            return False
+        return self._drafter.waits(sequence, len(self._running))
 
     def _schedule_draft(self, builder: StepBuilder, sequence: Sequence, draft: tuple[int, ...]) -> None:
         """Add a running sequence and its draft tokens to the step. If too few KV blocks are free, add only its next

@@ -140,7 +140,7 @@ class RandomDrafter:
             tokens.append(next_token(adapter, tokens) if is_right else self._random.randrange(VOCAB))
         return tokens[len(sequence.token_ids) :]
 
-    def waits(self, sequence: Sequence) -> bool:
+    def waits(self, sequence: Sequence, num_running: int) -> bool:
         return self._random.random() < 0.5
 
     def record_step(self, num_sequences: int, num_drafted: int, seconds: float) -> None: ...
@@ -1174,6 +1174,62 @@ def test_requests_without_speculation_get_no_drafts() -> None:
     engine.finish()
     check(engine, request)
     assert engine.scheduler.counters.drafted_tokens == 0
+
+
+class EagerDrafter(RandomDrafter):
+    """Drafts eight tokens for every sequence, and records the measured times."""
+
+    def __init__(self) -> None:
+        super().__init__(0, lengths=(8,))
+        self.times: list[tuple[int, int, float]] = []
+
+    def waits(self, sequence: Sequence, num_running: int) -> bool:
+        return True
+
+    def record_step(self, num_sequences: int, num_drafted: int, seconds: float) -> None:
+        self.times.append((num_sequences, num_drafted, seconds))
+
+
+@pytest.mark.parametrize(
+    ("num_sequences", "share"), [(8, 7), (16, 3), (32, 1), (33, 0)]
+)  # 64 sampled tokens fit into a step
+def test_sequences_share_the_room_for_drafts(num_sequences: int, share: int) -> None:
+    """If not every sequence can get a draft token, no sequence waits for its token in flight."""
+    engine = Engine(make_limits(256, 33, 64), 600, max_steps_in_flight=2, drafter=EagerDrafter())
+    for i in range(num_sequences):
+        engine.scheduler.add(make_request(i, [1 + i % 6], 30, eos=False))
+    for _ in range(12):
+        engine.step()
+    drafts = [plan.drafts.counts.tolist() for plan in engine.plans if plan.drafts is not None]
+    assert bool(drafts) == (share > 0)
+    assert all(num_sequences + sum(counts) <= 64 for counts in drafts)
+    if drafts:
+        assert set(next(counts for counts in drafts if len(counts) == num_sequences)) == {share}
+    decoding = [plan for plan in engine.plans if len(plan.slots) == num_sequences]
+    assert len(decoding) > 4
+    if not share:
+        assert len(decoding) >= 11
+    engine.finish()
+
+
+def test_backlog_reports_the_time_before_the_submission() -> None:
+    backlog = Backlog(LARGE_LIMITS, SchedulerCounters())
+    backlog.record_step(1, submitted=0.0, now=1.0)
+    assert backlog.record_step(1, submitted=2.0, now=2.25) == (0.25, 1.0)
+    assert backlog.record_step(1, submitted=2.0, now=3.0) == (0.75, 0.0)
+
+
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+def test_time_of_drafts_includes_the_wait_for_known_tokens(max_steps_in_flight: int) -> None:
+    """With several steps in flight, steps without drafts are submitted before the previous step has finished."""
+    drafter = EagerDrafter()
+    limits = replace(LARGE_LIMITS, max_steps_in_flight=max_steps_in_flight)
+    engine = Engine(limits, 64, max_steps_in_flight, drafter=drafter)
+    times = itertools.count()
+    engine.scheduler._clock = lambda: float(next(times))  # every call takes a second
+    engine.scheduler.add(make_request(0, [1], 30, eos=False))
+    engine.finish()
+    assert {seconds for _, num_drafted, seconds in drafter.times if num_drafted} == {float(max_steps_in_flight)}
 
 
 # --- Random operations ------------------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 DECAY = 0.995  # weight of a step after the next step of the same kind
 IDLE_DECAY = 0.999  # weight of steps with drafts after a step without drafts, so that they are measured again
 MIN_PLAIN_STEPS, PLAIN_INTERVAL = 3.0, 64  # one of this many steps has no drafts, and more steps at first
-PRIOR_RATIO = 8.0  # assumed fixed costs of a step in tokens: reading the weights, and overhead
+# Assumed fixed costs of a step, such as reading the weights, in tokens: on CPUs, and on GPUs.
+PRIOR_RATIO, GPU_PRIOR_RATIO = 8.0, 128.0
 PRIOR_OVERHEAD = 0.1  # assumed fixed costs of drafts, as a share of a step
 PRIOR_STEPS = 4.0  # weight of the assumed values, in steps
 PRIOR_VARIANCE = 16.0  # of the number of tokens
@@ -40,11 +41,17 @@ class StepCosts:
     number of draft tokens.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prior_ratio: float = PRIOR_RATIO, *, records_graphs: bool = True) -> None:
+        """`prior_ratio` is the assumed fixed cost of a step in tokens, which is used until steps were measured. With
+        `records_graphs`, the first step of each size is slow, because it records a graph.
+        """
+        self._prior_ratio = prior_ratio
+        self._records_graphs = records_graphs
         self._plain = _Line()  # seconds of steps without drafts, by number of sequences
         self._extra = _Line()  # additional seconds of steps with drafts, by number of draft tokens
         self._known_sizes: set[int] = set()  # in tokens
         self._num_drafted_steps = 0  # since the last step without drafts
+        self._in_draft_tokens: dict[int, tuple[float, float]] = {}  # by number of sequences, since the last step
 
     @property
     def must_measure_plain(self) -> bool:
@@ -53,16 +60,17 @@ class StepCosts:
         return self._num_drafted_steps >= interval
 
     def record(self, num_sequences: int, num_drafted: int, seconds: float) -> None:
-        """Record a step in which every sequence decodes. The first step of each size is ignored, because it records a
+        """Record a step in which every sequence decodes. The first step of each size is ignored if it records a
         graph.
         """
         self._num_drafted_steps = self._num_drafted_steps + 1 if num_drafted else 0
-        if (size := num_sequences + num_drafted) not in self._known_sizes:
+        self._in_draft_tokens.clear()
+        if self._records_graphs and (size := num_sequences + num_drafted) not in self._known_sizes:
             self._known_sizes.add(size)
             return
         if self._plain.weight:
             plain_s = self.estimate_plain(num_sequences)
-            assumed_s = plain_s * (1 + num_drafted / (PRIOR_RATIO + num_sequences))
+            assumed_s = plain_s * (1 + num_drafted / (self._prior_ratio + num_sequences))
             seconds = min(seconds, MAX_OUTLIER * assumed_s)
         if not num_drafted:
             self._plain.add(num_sequences, seconds)
@@ -75,9 +83,9 @@ class StepCosts:
         one token.
         """
         if not self._plain.weight:
-            return PRIOR_RATIO + num_sequences
+            return self._prior_ratio + num_sequences
         count, seconds = self._plain.means()
-        slope = min(max(self._plain.slope(seconds / (PRIOR_RATIO + count)), 0.0), seconds / count)
+        slope = min(max(self._plain.slope(seconds / (self._prior_ratio + count)), 0.0), seconds / count)
         return seconds + slope * (num_sequences - count)
 
     def estimate_drafts(self, num_sequences: int) -> tuple[float, float]:
@@ -85,7 +93,7 @@ class StepCosts:
         token.
         """
         plain_s = self.estimate_plain(num_sequences)
-        prior = plain_s / (PRIOR_RATIO + num_sequences)
+        prior = plain_s / (self._prior_ratio + num_sequences)
         if not self._extra.weight:
             return PRIOR_OVERHEAD * plain_s, prior
         count, seconds = self._extra.means()
@@ -100,6 +108,8 @@ class StepCosts:
         """Return one sequence's share of a step without drafts, and its share of the fixed costs of drafts, in units of
         a draft token's cost.
         """
-        fixed_s, token_s = self.estimate_drafts(num_sequences)
-        unit = num_sequences * token_s
-        return self.estimate_plain(num_sequences) / unit, fixed_s / unit
+        if num_sequences not in self._in_draft_tokens:
+            fixed_s, token_s = self.estimate_drafts(num_sequences)
+            unit = num_sequences * token_s
+            self._in_draft_tokens[num_sequences] = self.estimate_plain(num_sequences) / unit, fixed_s / unit
+        return self._in_draft_tokens[num_sequences]

@@ -10,7 +10,7 @@ from lorax_server.engine.speculation.completion_index import ENTRY_BYTES, MAX_HI
 from lorax_server.engine.speculation.drafter import SpeculativeDrafter
 from lorax_server.engine.speculation.guess import Accuracy
 from lorax_server.engine.speculation.prompt_lookup import MAX_PROMPT_TOKENS, PromptLookup
-from lorax_server.engine.speculation.step_costs import PRIOR_RATIO, StepCosts
+from lorax_server.engine.speculation.step_costs import GPU_PRIOR_RATIO, PRIOR_RATIO, StepCosts
 from lorax_server.types import Request, SamplingParams, StopParams
 
 TEXT = [*range(100, 130)]
@@ -223,6 +223,13 @@ def test_step_costs_are_fitted() -> None:
     assert costs.estimate_plain(4) < 0.04
 
 
+def test_first_step_of_each_size_is_measured_if_it_records_no_graph() -> None:
+    for records_graphs in (True, False):
+        costs = StepCosts(records_graphs=records_graphs)
+        costs.record(4, 0, 0.5)
+        assert (costs.estimate_plain(4) == pytest.approx(0.5)) == (not records_graphs)
+
+
 def test_draft_costs_are_measured_again_after_a_while() -> None:
     costs = StepCosts()
     for _ in range(200):
@@ -245,16 +252,48 @@ def test_state_of_finished_sequences_is_dropped() -> None:
 def test_sequence_waits_only_if_a_draft_is_likely() -> None:
     """With several steps in flight, sequences without drafts do not wait for their tokens."""
     drafter, sequence = SpeculativeDrafter(8), make_sequence([1, 2], [3])
-    assert drafter.waits(sequence)
+    assert drafter.waits(sequence, 1)
     assert drafter.propose(sequence, 1) == []
-    assert not drafter.waits(sequence)
-    sequence.token_ids += range(200, 230)
-    assert drafter.waits(sequence)
+    sequence.num_in_flight = 1
+    assert not drafter.waits(sequence, 1)
+    sequence.token_ids += range(200, 230)  # no token occurs twice
+    assert not drafter.waits(sequence, 1)
+    sequence.token_ids += [*TEXT, *TEXT[:20]]
+    assert drafter.waits(sequence, 1)
+    sequence.num_in_flight = 0
+    draft = drafter.propose(sequence, 1)
+    assert draft == TEXT[20 : 20 + len(draft)]
+    assert draft
+
+
+def test_guesses_of_waiting_sequences_are_checked() -> None:
+    """Guesses are checked even if no draft is used, so that accuracy follows a change of the text."""
+    drafter, sequence = SpeculativeDrafter(8), make_sequence([1, 2], [*TEXT, 3, *TEXT[:10]])
+    assert drafter.propose(sequence, 1)
+    sequence.num_in_flight, known = 1, len(sequence.token_ids)
+    for number in range(400):
+        sequence.token_ids.append(TEXT[number % 7] if number % 2 else 1000 + number)
+        drafter.waits(sequence, 1)
+    waits = 0
+    for number in range(200):
+        sequence.token_ids.append(TEXT[number % 7] if number % 2 else 2000 + number)
+        waits += drafter.waits(sequence, 1)
+    assert len(sequence.token_ids) == known + 600
+    assert waits < 10
 
 
 def test_no_sequence_waits_while_the_batch_is_too_large() -> None:
     drafter, sequence = SpeculativeDrafter(8, max_batch_size=4), make_sequence([1, 2], TEXT)
     drafter.record_step(5, 0, 0.01)
-    assert not drafter.waits(sequence)
+    assert not drafter.waits(sequence, 5)
     drafter.record_step(4, 0, 0.01)
-    assert drafter.waits(sequence)
+    assert drafter.waits(sequence, 4)
+
+
+@pytest.mark.parametrize(("prior_ratio", "drafts"), [(PRIOR_RATIO, False), (GPU_PRIOR_RATIO, True)])
+def test_assumed_step_costs_depend_on_the_device(prior_ratio: float, drafts: bool) -> None:
+    """On a GPU, drafts are tried in large batches, although no step with drafts was measured."""
+    drafter = SpeculativeDrafter(8, costs=StepCosts(prior_ratio))
+    for _ in range(10):
+        drafter.record_step(64, 0, 0.005)
+    assert bool(drafter.propose(make_sequence([1, *TEXT, 2], [3, *TEXT[:6]]), 64)) == drafts

@@ -44,7 +44,7 @@ class NoisyOracle:
         draft = known[0][len(generated) :][: self._random.randint(0, 8)]
         return [token_id if self._random.random() < 0.9 else self._random.randrange(500) for token_id in draft]
 
-    def waits(self, sequence: EngineSequence) -> bool:
+    def waits(self, sequence: EngineSequence, num_running: int) -> bool:
         return True
 
     def record_step(self, num_sequences: int, num_drafted: int, seconds: float) -> None: ...
