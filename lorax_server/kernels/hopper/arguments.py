@@ -12,6 +12,7 @@ from lorax_server.kernels.sampling import MAX_ALTERNATIVES, MAX_VOCAB, RAW, ROW_
 MAP_BYTES = 128  # size of a CUDA tensor map
 MAX_SLICES = 3  # maximum number of target modules per linear layer
 THREADS = 288  # threads per block of the linear kernel
+COMPUTE_THREADS = 256  # of them, without the warp that fetches data
 PLAN_THREADS = 256  # equals the maximum number of rows in a plan
 PROMPT_THREADS = 256
 SAMPLE_THREADS = 1024
@@ -42,6 +43,17 @@ class LinearArgs(ctypes.Structure):
         ),
         ("_padding", ctypes.c_ubyte * 60),  # pads the struct to a multiple of its alignment
     ]
+
+
+LEVEL_WORDS = ctypes.c_uint32 * 8  # two 16-bit levels per word
+
+
+class QuantizedWeights(ctypes.Structure):
+    _fields_ = [("records", POINTER), ("levels", LEVEL_WORDS)]
+
+
+class DequantizeArgs(ctypes.Structure):
+    _fields_ = [("weights", QuantizedWeights), ("out", POINTER), *_fields(INT, "first rows inputs")]
 
 
 class PlanArgs(ctypes.Structure):
@@ -118,7 +130,12 @@ CONSTANTS: dict[str, int] = {
     "MAX_RANK": MAX_RANK,
     "FIELDS": len(Field),
     **{f"FIELD_{field.name}": int(field) for field in Field},
-    **{"THREADS": THREADS, "PLAN_THREADS": PLAN_THREADS, "PROMPT_THREADS": PROMPT_THREADS},
+    **{
+        "THREADS": THREADS,
+        "COMPUTE_THREADS": COMPUTE_THREADS,
+        "PLAN_THREADS": PLAN_THREADS,
+        "PROMPT_THREADS": PROMPT_THREADS,
+    },
     **{"ITEM_RANKS": ITEM_RANKS, "PART_RANKS": PART_RANKS, "SPLIT_TOKENS": SPLIT_TOKENS, "MAX_SPLITS": MAX_SPLITS},
     **{
         "SAMPLE_THREADS": SAMPLE_THREADS,

@@ -4,6 +4,7 @@ import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -18,12 +19,22 @@ from lorax_server.kernels.hopper.arguments import (
     PlanArgs,
 )
 from lorax_server.kernels.hopper.driver import Kernels, lora_factor_maps, matrix_map
-from lorax_server.kernels.hopper.linear_settings import LinearLaunchSetting, find_setting
+from lorax_server.kernels.hopper.linear_settings import (
+    LinearLaunchSetting,
+    QuantizedLaunchSetting,
+    find_quantized_setting,
+    find_setting,
+)
+from lorax_server.kernels.hopper.packed import PackedMatrix
 from lorax_server.kernels.hopper.sources import (
     HEIGHTS,
+    STEP_INPUTS,
     AddLoraVariant,
+    DequantizeVariant,
     LinearVariant,
+    PackedFormat,
     PlanVariant,
+    QuantizedVariant,
     Variant,
 )
 from lorax_server.kernels.ops import MAX_RANK, LinearWeights, LoraBatch, LoraTarget
@@ -31,6 +42,7 @@ from lorax_server.kernels.ops import MAX_RANK, LinearWeights, LoraBatch, LoraTar
 MAX_ROWS = PLAN_THREADS
 MAX_PARTS = MAX_RANK // PART_RANKS
 RECORD_BYTES = 32
+WIDE_RING_BYTES = 150000  # with a larger ring, the LoRA blocks use wider stages
 
 
 @dataclass(frozen=True)
@@ -82,7 +94,9 @@ class FusedLinear:
         self.low_rank = torch.empty(MAX_ROWS, MAX_SLICES * MAX_RANK, dtype=dtype, device=device)
 
     def supports(self, weights: LinearWeights, targets: Sequence[LoraTarget]) -> bool:
-        """Return True if these kernels support this layer. For a quantized matrix, only the LoRA kernels are used."""
+        """Return True if these kernels support this layer. If its matrix is quantized but not packed, only the LoRA
+        kernels are used.
+        """
         outputs, inputs = weights.shape
         widths = [target.columns.stop - target.columns.start for target in targets] or [outputs]
         return (
@@ -112,6 +126,17 @@ class FusedLinear:
         for height in HEIGHTS:
             setting = find_setting(inputs, outputs, height, self.num_sms)
             variants |= {self._variant(height, setting, lora) for lora in {False, with_lora}}
+        return variants
+
+    def quantized_variants(self, matrix: PackedMatrix, with_lora: bool) -> set[Variant]:
+        """Return the kernel variants that a quantized layer needs for all batch sizes."""
+        (outputs, inputs), found = matrix.shape, matrix.format
+        variants: set[Variant] = {DequantizeVariant(self.dtype, found)}
+        if with_lora:
+            variants |= {PlanVariant(), AddLoraVariant(self.dtype)}
+        for height in HEIGHTS:
+            setting = find_quantized_setting(found, inputs, outputs, height, self.num_sms)
+            variants |= {self._quantized_variant(found, height, setting, lora) for lora in {False, with_lora}}
         return variants
 
     def plan(self, lora: LoraBatch) -> LoraPlan:
@@ -154,23 +179,81 @@ class FusedLinear:
         setting: LinearLaunchSetting | None = None,
     ) -> torch.Tensor:
         """Return the linear layer's output for up to 128 rows, with adapters applied."""
-        rows, (outputs, inputs) = len(x), weights.shape
-        height = next(height for height in HEIGHTS if rows <= height)
+        (outputs, inputs), height = weights.shape, find_height(len(x))
         setting = setting or find_setting(inputs, outputs, height, self.num_sms)
         variant = self._variant(height, setting, lora is not None)
-        out = torch.empty(rows, outputs, dtype=self.dtype, device=self.device)
-        width = 1024 if height * 128 * setting.stages + 16384 * setting.stages > 150000 else 512
-        args = self._make_args(out, x, weights.bias, lora, targets, width)
-        args.lora_blocks = setting.lora_blocks
-        args.steps = math.ceil(math.ceil(inputs / 64) / setting.cluster)
-        args.d = 0 if lora is None else self.reserve_deltas(outputs).data_ptr()
-        args.early = setting.early if lora is None else setting.early_with_lora
         if weights not in self._weight_maps:
             self._weight_maps[weights] = matrix_map(weights.plain, 128)
-        maps = [ctypes.create_string_buffer(m, MAP_BYTES) for m in (self._weight_maps[weights], matrix_map(x, height))]
-        blocks = -(-outputs // 128) * setting.cluster + (0 if lora is None else setting.lora_blocks)
-        self._kernels.get(variant).launch(blocks, THREADS, [*maps, args], early=args.early > 0)
+        matrix = ctypes.create_string_buffer(self._weight_maps[weights], MAP_BYTES)
+        out = torch.empty(len(x), outputs, dtype=self.dtype, device=self.device)
+        args = self._make_fused_args(out, x, weights, lora, targets, variant.ring_bytes)
+        args.lora_blocks = setting.lora_blocks
+        args.steps = math.ceil(math.ceil(inputs / 64) / setting.cluster)
+        args.early = setting.early if lora is None else setting.early_with_lora
+        blocks = -(-outputs // 128) * setting.cluster
+        self._launch(variant, blocks, matrix, x, args)
         return out
+
+    def quantized_linear(
+        self,
+        x: torch.Tensor,
+        weights: LinearWeights,
+        lora: LoraBatch | None,
+        targets: Sequence[LoraTarget],
+        setting: QuantizedLaunchSetting | None = None,
+    ) -> torch.Tensor:
+        """Return a quantized layer's output, with adapters applied (up to 128 rows) or without adapters."""
+        out = torch.empty(len(x), weights.shape[0], dtype=self.dtype, device=self.device)
+        for start in range(0, len(x), HEIGHTS[-1]):
+            part = slice(start, start + HEIGHTS[-1])
+            self._multiply_quantized(out[part], x[part], weights, lora, targets, setting)
+        return out
+
+    def _multiply_quantized(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        weights: LinearWeights,
+        lora: LoraBatch | None,
+        targets: Sequence[LoraTarget],
+        setting: QuantizedLaunchSetting | None,
+    ) -> None:
+        matrix = weights.weight
+        assert isinstance(matrix, PackedMatrix)
+        (outputs, inputs), height = weights.shape, find_height(len(x))
+        setting = setting or find_quantized_setting(matrix.format, inputs, outputs, height, self.num_sms)
+        variant = self._quantized_variant(matrix.format, height, setting, lora is not None)
+        args = self._make_fused_args(out, x, weights, lora, targets, variant.ring_bytes)
+        args.lora_blocks, args.early = setting.lora_blocks, setting.early
+        args.steps = math.ceil(math.ceil(inputs / STEP_INPUTS) / setting.cluster)
+        blocks = -(-outputs // (128 * setting.tiles)) * setting.cluster
+        self._launch(variant, blocks, matrix.argument, x, args)
+
+    def _make_fused_args(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        weights: LinearWeights,
+        lora: LoraBatch | None,
+        targets: Sequence[LoraTarget],
+        ring_bytes: int,
+    ) -> LinearArgs:
+        width = 1024 if ring_bytes > WIDE_RING_BYTES else 512
+        args = self._make_args(out, x, weights.bias, lora, targets, width)
+        args.d = 0 if lora is None else self.reserve_deltas(out.shape[1]).data_ptr()
+        return args
+
+    def _launch(
+        self,
+        variant: LinearVariant | QuantizedVariant,
+        blocks: int,
+        matrix: ctypes.Structure | ctypes.Array[Any],
+        x: torch.Tensor,
+        args: LinearArgs,
+    ) -> None:
+        inputs = ctypes.create_string_buffer(matrix_map(x, variant.height), MAP_BYTES)
+        blocks += args.lora_blocks if variant.with_lora else 0
+        self._kernels.get(variant).launch(blocks, THREADS, [matrix, inputs, args], early=args.early > 0)
 
     def add_lora(
         self, out: torch.Tensor, x: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget], early: int = 0
@@ -223,3 +306,13 @@ class FusedLinear:
 
     def _variant(self, height: int, setting: LinearLaunchSetting, with_lora: bool) -> LinearVariant:
         return LinearVariant(self.dtype, height, setting.stages, setting.cluster, with_lora)
+
+    def _quantized_variant(
+        self, found: PackedFormat, height: int, setting: QuantizedLaunchSetting, with_lora: bool
+    ) -> QuantizedVariant:
+        return QuantizedVariant(self.dtype, found, height, setting.tiles, setting.stages, setting.cluster, with_lora)
+
+
+def find_height(rows: int) -> int:
+    """Return the height of the kernel variant for a number of rows, up to 128."""
+    return next(height for height in HEIGHTS if rows <= height)

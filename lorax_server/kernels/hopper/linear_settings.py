@@ -5,6 +5,8 @@ from functools import cache
 from importlib.resources import files
 from typing import NamedTuple
 
+from lorax_server.kernels.hopper.sources import MAX_SHARED_BYTES, STEP_INPUTS, PackedFormat
+
 SETTINGS_FILE = "linear_settings.json"  # measured on an H200
 
 
@@ -49,6 +51,38 @@ def estimate_setting(outputs: int, height: int, num_sms: int) -> LinearLaunchSet
     cluster = 2 if tiles * 2 <= num_sms // 2 else 1
     return LinearLaunchSetting(ONE_BLOCK_STAGES[height], cluster, (num_sms // cluster - tiles) * cluster, 3, 3)
 
+
+class QuantizedLaunchSetting(NamedTuple):
+    """Launch settings for one quantized linear layer and one maximum number of batch rows (height)."""
+
+    tiles: int  # tiles of 128 columns per block
+    stages: int  # pipeline stages
+    cluster: int  # blocks per cluster, which share columns
+    lora_blocks: int  # number of blocks that compute LoRA
+    early: int  # overlap with adjacent kernels (see `LinearArgs.early` in lora.cu)
+
+
+def find_quantized_setting(
+    packed: PackedFormat, inputs: int, outputs: int, height: int, num_sms: int
+) -> QuantizedLaunchSetting:
+    """Return settings for a quantized layer."""
+    blocks = -(-outputs // COLUMNS)
+    tiles = 2 if height == WIDE_BLOCK_HEIGHT and blocks % 2 == 0 and blocks // 2 >= num_sms * 3 // 4 else 1
+    blocks //= tiles
+    blocks_per_sm = 2 if height < WIDE_BLOCK_HEIGHT else 1
+    stage_bytes = tiles * packed.record_bytes + height * STEP_INPUTS * 2 + 16
+    stages = (MAX_SHARED_BYTES // blocks_per_sm - packed.table_bytes) // stage_bytes
+    steps, cluster = -(-inputs // STEP_INPUTS), 1
+    while cluster < MAX_CLUSTER and 2 * cluster * blocks <= num_sms and 2 * cluster * MIN_STEPS <= steps:
+        cluster *= 2
+    lora_blocks = max(num_sms * blocks_per_sm - blocks * cluster, num_sms // 2) // cluster * cluster
+    return QuantizedLaunchSetting(tiles, stages, cluster, lora_blocks, 3)
+
+
+COLUMNS = 128  # per tile
+WIDE_BLOCK_HEIGHT = 64  # blocks have two tiles, so that fewer blocks read the inputs
+MAX_CLUSTER = 8
+MIN_STEPS = 4  # per block
 
 # Pipeline stages that fill an SM's shared memory, by batch height. Two blocks of 128 rows do not fit.
 ONE_BLOCK_STAGES = {8: 11, 16: 11, 32: 9, 64: 8, 128: 6}

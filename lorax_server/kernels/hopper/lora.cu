@@ -12,7 +12,6 @@
 
 constexpr int TILE_ROWS = 8;  // rows per tile, with the same adapter
 constexpr int DELTA_ROWS = 128;  // rows of each D buffer
-constexpr int COMPUTE_THREADS = 256;
 constexpr int RING_HEADER_BYTES = 9216;  // shared memory before the ring: warp sums and barriers
 constexpr uint4 ZEROS = {0, 0, 0, 0};
 constexpr int HAS_LORA = 1, HAS_OUTPUT_SCALE = 2, HAS_OUTPUT_BIAS = 4, EXTRA_PART = 8;  // row flags; EXTRA_PART times the number of additional parts

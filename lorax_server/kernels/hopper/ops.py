@@ -9,6 +9,7 @@ from lorax_server.kernels.hopper.decode_attention import DecodeAttention
 from lorax_server.kernels.hopper.driver import Kernels
 from lorax_server.kernels.hopper.linear import MAX_ROWS, FusedLinear
 from lorax_server.kernels.hopper.linear_settings import ONE_BLOCK_STAGES
+from lorax_server.kernels.hopper.packed import PackedMatrix, pack
 from lorax_server.kernels.hopper.prefill_attention import PrefillAttention
 from lorax_server.kernels.hopper.sources import (
     ACTIVATIONS,
@@ -31,6 +32,7 @@ from lorax_server.kernels.ops import (
     LoraTarget,
     PagedBatch,
 )
+from lorax_server.kernels.quantized import BlockMatrix, QuantizedMatrix
 from lorax_server.kernels.sampling import SampledTokens, SamplingBatch, SamplingInputs
 from lorax_server.kernels.triton import prefill_attention
 from lorax_server.kernels.triton.kv_cache import rotate_and_write
@@ -65,12 +67,14 @@ class HopperOps(TritonOps):
             fused = self._fused.get(weights.weight.dtype)
             if fused is not None and fused.supports(weights, ()):
                 outputs, inputs = weights.shape
-                if weights.is_quantized and with_lora:
-                    variants |= {PlanVariant(), AddLoraVariant(fused.dtype)}
+                if isinstance(weights.weight, PackedMatrix):
+                    variants |= fused.quantized_variants(weights.weight, with_lora)
                 elif not weights.is_quantized:
                     variants |= fused.variants(inputs, outputs, with_lora)
-                    if with_lora and outputs <= MAX_FUSED_LORA_OUTPUTS:
-                        fused.reserve_deltas(outputs)
+                elif with_lora:
+                    variants |= {PlanVariant(), AddLoraVariant(fused.dtype)}
+                if with_lora and outputs <= MAX_FUSED_LORA_OUTPUTS:
+                    fused.reserve_deltas(outputs)
                 variants.add(norm_gate.norm_variant(fused.dtype, inputs))
         for dtype in {weights.weight.dtype for weights in linears} & CUDA_TYPES.keys():
             variants |= {GateVariant(dtype, name) for name in ACTIVATIONS}
@@ -80,6 +84,10 @@ class HopperOps(TritonOps):
         for dtype in {weights.weight.dtype for weights in linears} & sampling.LOGITS_CUDA_TYPES.keys():
             variants |= {sampling.SampleVariant(dtype, step) for step in ("apply_penalties", "sample")}
         self._kernels.compile(sorted(variants, key=str))
+
+    def make_linear(self, weight: torch.Tensor | QuantizedMatrix, bias: torch.Tensor | None) -> LinearWeights:
+        packed = pack(weight, self._kernels) if isinstance(weight, BlockMatrix) else None
+        return super().make_linear(weight, bias) if packed is None else LinearWeights(packed, bias)
 
     def attend(
         self,
@@ -115,11 +123,13 @@ class HopperOps(TritonOps):
             return super().linear(x, weights, lora, targets)
         if rows > MAX_ROWS:
             return self._prompt_linear(x, weights, lora, targets)
+        is_packed = isinstance(weights.weight, PackedMatrix)
         is_wide = lora is not None and weights.shape[0] > MAX_FUSED_LORA_OUTPUTS
-        max_rows = MAX_FUSED_BASE_ROWS if lora is None else MAX_FUSED_LORA_ROWS
-        if rows <= max_rows and not is_wide and not weights.is_quantized:
-            return fused.linear(x, weights, lora, targets)
-        out = multiply_base(x, weights)
+        max_rows = MAX_FUSED_BASE_ROWS if lora is None and not is_packed else MAX_FUSED_LORA_ROWS
+        if rows <= max_rows and not is_wide and (is_packed or not weights.is_quantized):
+            multiply = fused.quantized_linear if is_packed else fused.linear
+            return multiply(x, weights, lora, targets)
+        out = fused.quantized_linear(x, weights, None, ()) if is_packed else multiply_base(x, weights)
         if lora is not None:
             fused.add_lora(out, x, lora, targets)
             self.scale_and_shift(out, lora, targets)

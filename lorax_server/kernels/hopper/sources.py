@@ -10,11 +10,14 @@ from typing import Protocol
 import torch
 
 from lorax_server.kernels.hopper.arguments import (
+    COMPUTE_THREADS,
+    DequantizeArgs,
     GateArgs,
     LinearArgs,
     NormArgs,
     PlanArgs,
     PromptLoraArgs,
+    QuantizedWeights,
     SumPartsArgs,
     assert_layout,
     write_constants,
@@ -28,6 +31,8 @@ HEIGHTS = (8, 16, 32, 64, 128)  # maximum numbers of batch rows, one per linear 
 TILE_BYTES = 128 * 128  # 128 columns x 64 weights x 2 bytes
 MAX_SHARED_BYTES = 227 * 1024  # per block
 TWO_BLOCKS_SHARED_BYTES = 113 * 1024  # per block, with two blocks per SM
+TABLE_BYTES = 256 * 128  # table of pairs of levels
+STEP_INPUTS = 128  # inputs per stage of a quantized product
 ADD_LORA_SHARED_BYTES = 150 * 1024  # shared memory of the LoRA-only kernel
 
 
@@ -56,8 +61,12 @@ class LinearVariant:
     with_lora: bool
 
     @property
+    def ring_bytes(self) -> int:
+        return self.stages * (TILE_BYTES + self.height * 128)
+
+    @property
     def shared_bytes(self) -> int:
-        return self.stages * (TILE_BYTES + self.height * 128 + 16)
+        return self.ring_bytes + self.stages * 16
 
     @property
     def blocks_per_sm(self) -> int:
@@ -66,21 +75,118 @@ class LinearVariant:
     @property
     def source(self) -> str:
         lora = "true" if self.with_lora else "false"
-        arguments = f"{CUDA_TYPES[self.dtype]}, {self.height}, {self.stages}, {self.cluster}, {lora}"
+        number = CUDA_TYPES[self.dtype]
+        product = f"DenseProduct<{number}, {self.height}, {self.stages}>"
         return "\n".join(
             (
                 read_source("primitives.cu"),
                 read_source("lora.cu"),
                 _write_wgmma(self.height),
+                read_source("dense_product.cu"),
                 read_source("linear.cu"),
                 assert_layout(LinearArgs),
                 f'extern "C" __global__ void __cluster_dims__({self.cluster}) '
                 f"__launch_bounds__(THREADS, {self.blocks_per_sm}) linear_kernel(const __grid_constant__ TensorMap w, "
                 "const __grid_constant__ TensorMap x, const __grid_constant__ LinearArgs p) {",
-                f"  linear<{arguments}>(&w, &x, p);",
+                f"  linear<{number}, {product}, {self.cluster}, {lora}>(&w, &x, p);",
                 "}",
             )
         )
+
+
+@dataclass(frozen=True)
+class PackedFormat:
+    """The format of a quantized matrix in the layout of `quantized_product.cu`."""
+
+    kind: str  # `int4`, `int8`, `float8` or `levels4`
+    groups: int  # groups with a scale, in 128 inputs: 1, 2 or 4
+    has_float_scales: bool  # float32 instead of float16
+    has_offsets: bool
+
+    @property
+    def weight_bytes(self) -> int:
+        """Return the bytes of the weights in a record of 128 columns x 128 inputs."""
+        return 128 * STEP_INPUTS // (2 if self.kind.endswith("4") else 1)
+
+    @property
+    def record_bytes(self) -> int:
+        scales = 128 * self.groups * (4 if self.has_float_scales else 2)
+        return self.weight_bytes + scales * (2 if self.has_offsets else 1)
+
+    @property
+    def table_bytes(self) -> int:
+        return TABLE_BYTES if self.kind == "levels4" else 0
+
+    def write_types(self, dtype: torch.dtype) -> str:
+        """Return the template arguments that describe this format."""
+        offsets, floats = ("true" if value else "false" for value in (self.has_offsets, self.has_float_scales))
+        number = CUDA_TYPES[dtype]
+        unpacking = f"{self.kind.capitalize()}<{number}, {offsets}>"
+        return f"{number}, {unpacking}, Record128<{unpacking}, {self.groups}, {floats}, {offsets}>"
+
+
+@dataclass(frozen=True)
+class QuantizedVariant:
+    """Settings of a kernel for quantized linear layers with up to `height` rows, with or without LoRA."""
+
+    dtype: torch.dtype
+    format: PackedFormat
+    height: int
+    tiles: int  # tiles of 128 columns per block
+    stages: int
+    cluster: int
+    with_lora: bool
+
+    @property
+    def ring_bytes(self) -> int:
+        return self.stages * (self.tiles * self.format.record_bytes + self.height * STEP_INPUTS * 2)
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.ring_bytes + self.stages * 16 + self.format.table_bytes
+
+    @property
+    def blocks_per_sm(self) -> int:
+        return 2 if 2 * self.shared_bytes <= MAX_SHARED_BYTES else 1
+
+    @property
+    def source(self) -> str:
+        lora = "true" if self.with_lora else "false"
+        product = f"QuantizedProduct<{self.format.write_types(self.dtype)}, {self.height}, {self.tiles}, {self.stages}>"
+        return "\n".join(
+            (
+                read_source("primitives.cu"),
+                read_source("lora.cu"),
+                read_source("quantized_product.cu"),
+                read_source("linear.cu"),
+                assert_layout(LinearArgs),
+                assert_layout(QuantizedWeights),
+                f'extern "C" __global__ void __cluster_dims__({self.cluster}) '
+                f"__launch_bounds__(THREADS, {self.blocks_per_sm}) quantized_linear_kernel(const __grid_constant__ "
+                "QuantizedWeights w, const __grid_constant__ TensorMap x, const __grid_constant__ LinearArgs p) {",
+                f"  linear<{CUDA_TYPES[self.dtype]}, {product}, {self.cluster}, {lora}>(&w, &x, p);",
+                "}",
+            )
+        )
+
+
+@dataclass(frozen=True)
+class DequantizeVariant:
+    """Settings of the kernel that dequantizes a matrix."""
+
+    dtype: torch.dtype
+    format: PackedFormat
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.format.table_bytes + self.format.record_bytes + 128 * (STEP_INPUTS + 8) * 2
+
+    @property
+    def source(self) -> str:
+        call = f"dequantize<{self.format.write_types(self.dtype)}>(p);"
+        kernel = write_kernel(f"{COMPUTE_THREADS}, 2", DequantizeArgs, call)
+        parts = map(read_source, ("primitives.cu", "lora.cu", "quantized_product.cu"))
+        return "\n".join((*parts, kernel))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,204 @@
+"""Quantized matrices in the layout of `quantized_product.cu`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from lorax_server.kernels.hopper.arguments import COMPUTE_THREADS, LEVEL_WORDS, DequantizeArgs, QuantizedWeights
+from lorax_server.kernels.hopper.driver import Kernels
+from lorax_server.kernels.hopper.sources import CUDA_TYPES, DequantizeVariant, PackedFormat
+from lorax_server.kernels.matrix import StoredMatrix
+from lorax_server.kernels.quantized import BlockMatrix, float8_levels, is_same_table
+
+TILE, STEP, PART = 128, 128, 32  # columns and inputs per record, inputs per part
+NAN_BITS = 0x7F  # of 8-bit floats
+LEVEL_FACTORS = 512  # factors that are tried when levels are rounded to 16 bits
+
+
+class Levels(NamedTuple):
+    """16 levels, rounded to 16-bit floats, and the factor by which they were multiplied to reduce rounding errors."""
+
+    words: tuple[int, ...]
+    factor: float
+
+
+@dataclass(frozen=True, eq=False)
+class PackedMatrix(StoredMatrix):
+    """Rows `start` to `stop` of a packed matrix."""
+
+    records: torch.Tensor  # uint8 [padded rows / 128, padded inputs / 128, bytes]
+    format: PackedFormat
+    words: tuple[int, ...]  # levels, two per word
+    start: int
+    stop: int
+    inputs: int
+    dtype: torch.dtype
+    kernels: Kernels | None  # None on a CPU, in tests
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.stop - self.start, self.inputs
+
+    @property
+    def device(self) -> torch.device:
+        return self.records.device
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self.records,)
+
+    @property
+    def argument(self) -> QuantizedWeights:
+        """Return the kernel argument. The kernels read columns from `start`, which must be a multiple of 128."""
+        assert self.start % TILE == 0
+        return QuantizedWeights(self.records[self.start // TILE].data_ptr(), LEVEL_WORDS(*self.words))
+
+    def __getitem__(self, rows: slice) -> "PackedMatrix":
+        start, stop = self.find_range(rows)
+        return replace(self, start=self.start + start, stop=self.start + stop)
+
+    def read(self) -> torch.Tensor:
+        out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        if not out.numel():
+            return out
+        assert self.kernels is not None
+        weights = QuantizedWeights(self.records.data_ptr(), LEVEL_WORDS(*self.words))
+        args = DequantizeArgs(weights, out.data_ptr(), self.start, *self.shape)
+        num_tiles = -(-self.stop // TILE) - self.start // TILE
+        kernel = self.kernels.get(DequantizeVariant(self.dtype, self.format))
+        kernel.launch(num_tiles * self.records.shape[1], COMPUTE_THREADS, [args], early=False)
+        return out
+
+    def look_up_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Dequantize rows with torch. The values are those of `read`."""
+        self.check_rows(rows)
+        places = rows.flatten().to(self.device) + self.start
+        tile, within = places // TILE, places % TILE
+        index = (tile, slice(None), within // 16, slice(None), within % 8)  # and the row half, `within // 8 % 2`
+        half = (within // 8 % 2).view(-1, 1, 1, 1, 1, 1, 1)
+        kind, num_bytes = self.format, self.format.weight_bytes
+        lanes = self.records[..., :num_bytes].unflatten(2, (8, 4, 8, 4, -1))[index]  # [rows, step, part, lane, byte]
+        if kind.kind == "int4":
+            lanes = lanes.unflatten(-1, (2, 2, 2)).transpose(-1, -2)  # [..., 16 inputs, upper half, element]
+            codes = lanes >> (4 * half) & 15
+        elif kind.kind == "levels4":
+            lanes = lanes.unflatten(-1, (2, 2, 2)).gather(-1, half.expand(*lanes.shape[:-1], 2, 2, 1))
+            codes = torch.cat([lanes & 15, lanes >> 4], dim=-1)
+        else:
+            lanes = lanes.unflatten(-1, (2, 2, 2, 2))
+            codes = lanes.gather(-1, half[..., None].expand(*lanes.shape[:-1], 1)).squeeze(-1)
+        # [rows, step, part, lane, 16 inputs, upper half, element] to the order of the inputs
+        codes = codes.permute(0, 1, 2, 4, 5, 3, 6).flatten(1)
+        values = self._decode(codes).unflatten(1, (self.records.shape[1], kind.groups, -1))
+        scales = self.records[..., num_bytes:].view(torch.float32 if kind.has_float_scales else torch.float16)
+        scales = scales.unflatten(2, (-1, 8, 8, kind.groups, 2))[tile, :, :, within // 16, within % 8]
+        scales = scales.gather(-1, half.view(-1, 1, 1, 1, 1).expand(*scales.shape[:-1], 1)).float()
+        weights = values * scales[:, :, 0]
+        if kind.has_offsets:
+            weights += scales[:, :, 1]
+        return weights.flatten(1)[:, : self.inputs].to(self.dtype).view(*rows.shape, self.inputs)
+
+    def _decode(self, codes: torch.Tensor) -> torch.Tensor:
+        if self.format.kind == "int4":
+            return codes.float() - (0 if self.format.has_offsets else 8)
+        if self.format.kind == "int8":
+            return codes.float() - 128
+        if self.format.kind == "float8":
+            return codes.view(torch.float8_e4m3fn).float()
+        words = torch.tensor(self.words, dtype=torch.int64, device=self.device)
+        bits = torch.stack([words & 0xFFFF, words >> 16], dim=1).flatten().to(torch.int16)
+        return bits.view(self.dtype).float().index_select(0, codes.flatten().int()).view(codes.shape)
+
+
+def pack(matrix: BlockMatrix, kernels: Kernels | None) -> PackedMatrix | None:
+    """Return a matrix in the layout of the kernels, or None if they do not support it."""
+    found = find_format(matrix)
+    if found is None or matrix.dtype not in CUDA_TYPES:
+        return None
+    levels = Levels((0,) * 8, 1.0)
+    if found.kind == "levels4" and matrix.levels is not None:
+        levels = round_levels(matrix.levels, matrix.dtype)
+    records = torch.cat(
+        [
+            _pack_values(matrix, found.kind),
+            *(
+                _pack_scales(scales, matrix, found)
+                for scales in (matrix.scales / levels.factor, matrix.offsets)
+                if scales is not None
+            ),
+        ],
+        dim=2,
+    )
+    return PackedMatrix(records, found, levels.words, 0, *matrix.shape, matrix.dtype, kernels)
+
+
+def find_format(matrix: BlockMatrix) -> PackedFormat | None:
+    """Return the format for a matrix, or None if the kernels do not support it."""
+    block = matrix.block
+    if block not in (PART, 2 * PART, matrix.inputs) and block % STEP:
+        return None
+    if matrix.levels is None:
+        kind = f"int{matrix.bits}"
+    elif matrix.bits == 4:
+        kind = "levels4"
+    elif (
+        is_same_table(matrix.levels, float8_levels(matrix.device)) and not (matrix.values & NAN_BITS == NAN_BITS).any()
+    ):
+        kind = "float8"
+    else:
+        return None
+    scales = [matrix.scales] if matrix.offsets is None else [matrix.scales, matrix.offsets]
+    has_float_scales = kind == "levels4" or any(each.dtype != torch.float16 for each in scales)
+    groups = 1 if block == matrix.inputs else max(STEP // block, 1)
+    return PackedFormat(kind, groups, has_float_scales, matrix.offsets is not None)
+
+
+def _has_nan(values: torch.Tensor) -> bool:
+    return bool((values & NAN_BITS == NAN_BITS).any())
+
+
+def round_levels(levels: torch.Tensor, dtype: torch.dtype) -> Levels:
+    """Round levels to a 16-bit dtype, after multiplying them with the factor that causes the smallest error."""
+    levels = levels.cpu()
+    factors = 1 + torch.arange(LEVEL_FACTORS) / LEVEL_FACTORS
+    products = factors[:, None] * levels
+    errors = (products.to(dtype).float() / factors[:, None] - levels).square().sum(1)
+    best = int(errors.argmin())
+    bits: Sequence[int] = (products[best].to(dtype).view(torch.int16).int() & 0xFFFF).tolist()
+    return Levels(
+        tuple(low | high << 16 for low, high in zip(bits[::2], bits[1::2], strict=True)), float(factors[best])
+    )
+
+
+def _pack_values(matrix: BlockMatrix, kind: str) -> torch.Tensor:
+    """Return the values as `[tiles, steps, bytes]`."""
+    codes = matrix.unpack()
+    if kind == "int4":
+        codes = codes.view(torch.uint8) if matrix.offsets is not None else (codes + 8).view(torch.uint8)
+    elif kind == "int8":
+        codes = codes.view(torch.uint8) ^ 128
+    rows, inputs = matrix.shape
+    codes = F.pad(codes, (0, -inputs % STEP, 0, -rows % TILE))
+    # [tile, 16 columns, half of 8, column, step, part, 16 inputs, upper half, pair, element]
+    codes = codes.view(len(codes) // TILE, 8, 2, 8, codes.shape[1] // STEP, 4, 2, 2, 4, 2)
+    if kind == "levels4":
+        codes = codes.permute(0, 4, 1, 5, 3, 8, 6, 7, 2, 9)
+    else:
+        codes = codes.permute(0, 4, 1, 5, 3, 8, 6, *((9, 7) if kind == "int4" else (7, 9)), 2)
+    codes = codes.flatten(2)
+    return codes[..., ::2] | codes[..., 1::2] << 4 if kind.endswith("4") else codes
+
+
+def _pack_scales(scales: torch.Tensor, matrix: BlockMatrix, kind: PackedFormat) -> torch.Tensor:
+    """Return scales or offsets as `[tiles, steps, bytes]`."""
+    rows, inputs = matrix.shape
+    steps = -(-inputs // STEP)
+    groups = torch.arange(steps * kind.groups, device=scales.device) * (STEP // kind.groups) // matrix.block
+    held = groups < scales.shape[1]
+    scales = scales[:, groups.clamp(max=scales.shape[1] - 1)] * held
+    scales = F.pad(scales.to(torch.float32 if kind.has_float_scales else torch.float16), (0, 0, 0, -rows % TILE))
+    scales = scales.view(len(scales) // TILE, 8, 2, 8, steps, kind.groups).permute(0, 4, 1, 3, 5, 2)
+    return scales.flatten(2).contiguous().view(torch.uint8)

@@ -1,0 +1,295 @@
+// A product with quantized weights. Warps read packed weights from shared memory, convert them to integers or small floats in
+// 16 bits, which is exact, and multiply them with mma.sync. Sums of a group of inputs are multiplied by the group's scale in
+// float32, so weights are never rounded.
+//
+// Weights are packed in records of 128 columns x STEP inputs, in the order in which threads hold the operands. A record has,
+// for each tile of 16 columns and each part of 32 inputs, 8 or 16 bytes per lane; then scales [tile][lane / 4][group][2], for
+// columns lane / 4 and lane / 4 + 8; then offsets in the same order.
+
+constexpr int STEP_INPUTS = 128, PARTS = 4;  // inputs per record, in parts of 32
+
+struct QuantizedWeights {
+  const u8* records;  // [outputs / 128][inputs / 128]
+  u32 levels[8];      // of 4-bit values, two per word
+};
+
+DEVICE uint2 load_pair_shared(u32 address) {
+  uint2 r;
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(r.x), "=r"(r.y) : "r"(address) : "memory");
+  return r;
+}
+// a * b + c for two values
+template <class Number> DEVICE u32 multiply_add(u32 a, u32 b, u32 c) {
+  u32 r;
+  if constexpr (Number::is_bfloat16) asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  else asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  return r;
+}
+template <class Number> DEVICE u32 multiply_pair(u32 a, u32 b) {
+  u32 r;
+  if constexpr (Number::is_bfloat16) asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  else asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+DEVICE constexpr u32 twice(u32 number) { return number | number << 16; }
+
+// Formats. `convert` returns 16 columns x 32 inputs as MMA operands: registers 0 to 3 for the first 16 inputs. Converted values
+// times UNIT are the integers or levels.
+//
+// An integer in the low bits of a 16-bit word is a subnormal number, or has the smallest exponent. Multiplied by a power of
+// two, it becomes normal without rounding.
+template <class Number, bool OFFSETS>
+struct Int4 {
+  static constexpr int LANE_BYTES = 8, TABLE_BYTES = 0;
+  static constexpr float UNIT = Number::is_bfloat16 ? 64 : 512;
+  static constexpr u32 LOW = twice(Number::is_bfloat16 ? 0x7F00 : 0x7800), HIGH = twice(Number::is_bfloat16 ? 0x7D00 : 0x6800);  // 2^127 and 2^123, or 2^15 and 2^11
+  static constexpr u32 SHIFT = OFFSETS ? 0 : twice(Number::is_bfloat16 ? 0xBE00 : 0xA400);  // -8 / UNIT
+  static DEVICE void convert(u32 (&a)[8], u32 address, u32) {
+    const uint2 words = load_pair_shared(address);
+    const u32 w[2] = {words.x, words.y};
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const u32 upper = w[i] >> 8;
+      a[i * 4] = multiply_add<Number>(w[i] & 0x000F000F, LOW, SHIFT);
+      a[i * 4 + 1] = multiply_add<Number>(w[i] & 0x00F000F0, HIGH, SHIFT);
+      a[i * 4 + 2] = multiply_add<Number>(upper & 0x000F000F, LOW, SHIFT);
+      a[i * 4 + 3] = multiply_add<Number>(upper & 0x00F000F0, HIGH, SHIFT);
+    }
+  }
+};
+
+template <class Number, bool OFFSETS>
+struct Int8 {  // bytes are the integers plus 128
+  static constexpr int LANE_BYTES = 16, TABLE_BYTES = 0;
+  static constexpr float UNIT = Number::is_bfloat16 ? 64 : 512;
+  static constexpr u32 FACTOR = twice(Number::is_bfloat16 ? 0x7F00 : 0x7800), SHIFT = twice(Number::is_bfloat16 ? 0xC000 : 0xB400);  // -128 / UNIT
+  static DEVICE void convert(u32 (&a)[8], u32 address, u32) {
+    const uint4 words = load_shared(address);
+    const u32 w[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      a[i * 2] = multiply_add<Number>(w[i] & 0x00FF00FF, FACTOR, SHIFT);
+      a[i * 2 + 1] = multiply_add<Number>(w[i] >> 8 & 0x00FF00FF, FACTOR, SHIFT);
+    }
+  }
+};
+
+template <class Number, bool OFFSETS>
+struct Float8 {  // e4m3, without NaN
+  static constexpr int LANE_BYTES = 16, TABLE_BYTES = 0;
+  static constexpr float UNIT = 1;
+  static constexpr u32 FACTOR = twice(Number::is_bfloat16 ? 0x7B80 : 0x5C00);  // 2^120 or 2^8
+  static DEVICE void convert(u32 (&a)[8], u32 address, u32) {
+    const uint4 words = load_shared(address);
+    const u32 w[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      constexpr u32 MAGNITUDE = Number::is_bfloat16 ? 0x07F007F0u : 0x3F803F80u;
+      const u32 low = Number::is_bfloat16 ? w[i] << 4 : w[i] << 7, high = Number::is_bfloat16 ? w[i] >> 4 : w[i] >> 1;
+      a[i * 2] = multiply_pair<Number>((low & MAGNITUDE) | (w[i] << 8 & 0x80008000u), FACTOR);
+      a[i * 2 + 1] = multiply_pair<Number>((high & MAGNITUDE) | (w[i] & 0x80008000u), FACTOR);
+    }
+  }
+};
+
+template <class Number, bool OFFSETS>
+struct Levels4 {  // a table of all pairs of levels, one copy per lane, so that lanes never access the same bank
+  static constexpr int LANE_BYTES = 8, TABLE_BYTES = 256 * 128;
+  static constexpr float UNIT = 1;
+  static DEVICE void convert(u32 (&a)[8], u32 address, u32 table) {
+    const uint2 words = load_pair_shared(address);
+    const u32 w[2] = {words.x, words.y}, lane = (threadIdx.x & 31) * 4;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      a[i * 4] = load_word(table + ((w[i] << 7 & 0x7F80) | lane));
+      a[i * 4 + 1] = load_word(table + ((w[i] >> 1 & 0x7F80) | lane));
+      a[i * 4 + 2] = load_word(table + ((w[i] >> 9 & 0x7F80) | lane));
+      a[i * 4 + 3] = load_word(table + ((w[i] >> 17 & 0x7F80) | lane));
+    }
+  }
+};
+
+// Write the table of `Levels4`.
+DEVICE void write_table(u32* table, const QuantizedWeights& w) {
+  const int lane = threadIdx.x & 31;
+  for (int i = threadIdx.x >> 5; i < 256; i += blockDim.x >> 5) {
+    const u32 low = w.levels[(i & 15) >> 1] >> 16 * (i & 1) & 0xFFFF, high = w.levels[i >> 5] >> 16 * (i >> 4 & 1);
+    table[i * 32 + lane] = low | high << 16;
+  }
+}
+
+// The layout of a record.
+template <class Format, int GROUPS_, bool FLOAT_SCALES, bool OFFSETS_>
+struct Record128 {
+  static constexpr int GROUPS = GROUPS_;  // of inputs that share a scale
+  static constexpr bool OFFSETS = OFFSETS_;
+  static constexpr int TILE_BYTES = PARTS * 32 * Format::LANE_BYTES, WEIGHT_BYTES = 8 * TILE_BYTES;
+  static constexpr int PAIR_BYTES = FLOAT_SCALES ? 8 : 4, SCALE_BYTES = 64 * GROUPS * PAIR_BYTES;
+  static constexpr int BYTES = WEIGHT_BYTES + SCALE_BYTES * (OFFSETS ? 2 : 1);
+  static DEVICE u32 address_of(u32 record, int tile, int part, int lane) { return record + tile * TILE_BYTES + (part * 32 + lane) * Format::LANE_BYTES; }
+  // Return the scales of this lane's columns. `kind` is 0 for scales and 1 for offsets.
+  static DEVICE float2 scales(u32 record, int tile, int group, int lane, int kind) {
+    const u32 address = record + WEIGHT_BYTES + kind * SCALE_BYTES + ((tile * 8 + lane / 4) * GROUPS + group) * PAIR_BYTES;
+    if constexpr (FLOAT_SCALES) {
+      const uint2 pair = load_pair_shared(address);
+      return {__uint_as_float(pair.x), __uint_as_float(pair.y)};
+    } else return Float16::unpack(load_word(address));
+  }
+};
+
+// `TILES` tiles of 16 columns per warp.
+template <class Number, class Format, class Record128, int ROWS_, int TILES, int STAGES>
+struct QuantizedProduct {
+  using Weights = const QuantizedWeights*;
+  static constexpr int ROWS = ROWS_, COLUMNS = TILES * 128, STEP = STEP_INPUTS, WARPS = 8, WAITING_THREAD = 0;
+  static constexpr int X_BYTES = ROWS * STEP * 2, W_BYTES = TILES * Record128::BYTES, RING = STAGES * (X_BYTES + W_BYTES);
+  static constexpr int BLOCKS = ROWS / 8, GROUPS = Record128::GROUPS, GROUP_PARTS = PARTS / GROUPS;
+  static constexpr u32 ONES = twice(Number::is_bfloat16 ? 0x3F80 : 0x3C00);
+  u8* shared;
+  u32 inputs, weights, full, empty, table;
+  DEVICE QuantizedProduct(u8* memory)
+      : shared(memory), inputs(shared_address(memory)), weights(inputs + STAGES * X_BYTES), full(weights + STAGES * W_BYTES), empty(full + STAGES * 8), table(empty + STAGES * 8) {}
+  DEVICE void init() {
+    for (int s = 0; s < STAGES; s++) { init_barrier(full + s * 8, 1); init_barrier(empty + s * 8, WARPS); }
+    fence_barriers();
+  }
+  DEVICE void prepare(Weights w) {
+    if constexpr (Format::TABLE_BYTES > 0) write_table((u32*)(shared + (table - inputs)), *w);
+  }
+  DEVICE void fetch(Weights w, const TensorMap* x, const LinearArgs& p, int column, int first, int steps) {
+    const i64 tile_bytes = (i64)((p.K + STEP - 1) / STEP) * Record128::BYTES;
+    const u8* from = w->records + column / 128 * tile_bytes + (i64)first * Record128::BYTES;
+    auto fetch_w = [&](int s, int i) {
+      expect_bytes(full + s * 8, X_BYTES + W_BYTES);
+#pragma unroll
+      for (int t = 0; t < TILES; t++)
+        copy_bytes(weights + s * W_BYTES + t * Record128::BYTES, from + t * tile_bytes + (i64)i * Record128::BYTES, Record128::BYTES, full + s * 8, EVICT_FIRST);
+    };
+    auto fetch_x = [&](int s, int i) {
+#pragma unroll
+      for (int h = 0; h < 2; h++) copy_box(inputs + s * X_BYTES + h * ROWS * 128, x, full + s * 8, (first + i) * STEP + h * 64, 0, EVICT_LAST);
+    };
+    const int ahead = steps < STAGES ? steps : STAGES;
+    for (int s = 0; s < ahead; s++) fetch_w(s, s);
+    if (p.early) wait_for_previous_kernel();
+    for (int s = 0; s < ahead; s++) fetch_x(s, s);
+    for (int i = ahead, s = 0, phase = 0; i < steps; i++) {
+      wait_barrier(empty + s * 8, phase);
+      fetch_w(s, i);
+      fetch_x(s, i);
+      if (++s == STAGES) { s = 0; phase ^= 1; }
+    }
+    if (p.early == 3) launch_dependents();
+  }
+  DEVICE void multiply(float* part, int steps) {
+    constexpr int STRIDE = COLUMNS + 4;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
+    const u32 row_address = (lane & 7) * 128 + (((lane >> 3) ^ (lane & 7)) << 4);  // of a swizzled row; XOR 64 for odd parts
+    float totals[TILES][BLOCKS][4];
+#pragma unroll
+    for (int i = 0; i < TILES * BLOCKS * 4; i++) totals[i / (BLOCKS * 4)][i / 4 % BLOCKS][i % 4] = 0;
+#pragma unroll 1
+    for (int i = 0, s = 0, phase = 0, last = 0; i < steps; i++) {
+      wait_barrier(full + s * 8, phase);
+      if (i && lane == 0) arrive(empty + last * 8);  // its data was used by products before
+      const u32 record = weights + s * W_BYTES, x = inputs + s * X_BYTES;
+#pragma unroll
+      for (int group = 0; group < GROUPS; group++) {
+        float sums[TILES][BLOCKS][4], x_sums[BLOCKS][4];
+        float2 scales[TILES], offsets[TILES];
+#pragma unroll
+        for (int t = 0; t < TILES; t++) {
+          scales[t] = Record128::scales(record + t * Record128::BYTES, warp, group, lane, 0);
+          if constexpr (Record128::OFFSETS) offsets[t] = Record128::scales(record + t * Record128::BYTES, warp, group, lane, 1);
+        }
+#pragma unroll
+        for (int k = 0; k < GROUP_PARTS; k++) {
+          const int part32 = group * GROUP_PARTS + k;
+          u32 a[TILES][8];
+#pragma unroll
+          for (int t = 0; t < TILES; t++) Format::convert(a[t], Record128::address_of(record + t * Record128::BYTES, warp, part32, lane), table);
+#pragma unroll
+          for (int n = 0; n < BLOCKS; n++) {
+            u32 b[4];
+            load_matrices(b, x + part32 / 2 * ROWS * 128 + n * 1024 + (row_address ^ part32 % 2 * 64));
+#pragma unroll
+            for (int t = 0; t < TILES; t++) {
+              if (k == 0) mma_from_zero<Number>(sums[t][n], a[t][0], a[t][1], a[t][2], a[t][3], b[0], b[1]);
+              else mma<Number>(sums[t][n], a[t][0], a[t][1], a[t][2], a[t][3], b[0], b[1]);
+              mma<Number>(sums[t][n], a[t][4], a[t][5], a[t][6], a[t][7], b[2], b[3]);
+            }
+            if constexpr (Record128::OFFSETS) {
+              if (k == 0) mma_from_zero<Number>(x_sums[n], ONES, ONES, ONES, ONES, b[0], b[1]);
+              else mma<Number>(x_sums[n], ONES, ONES, ONES, ONES, b[0], b[1]);
+              mma<Number>(x_sums[n], ONES, ONES, ONES, ONES, b[2], b[3]);
+            }
+          }
+        }
+#pragma unroll
+        for (int t = 0; t < TILES; t++) {
+          const float s0 = scales[t].x * Format::UNIT, s1 = scales[t].y * Format::UNIT;
+#pragma unroll
+          for (int n = 0; n < BLOCKS; n++) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+              totals[t][n][e] += (e < 2 ? s0 : s1) * sums[t][n][e];
+              if constexpr (Record128::OFFSETS) totals[t][n][e] += (e < 2 ? offsets[t].x : offsets[t].y) * x_sums[n][e];
+            }
+          }
+        }
+      }
+      last = s;
+      if (++s == STAGES) { s = 0; phase ^= 1; }
+    }
+    sync_threads<4, WARPS * 32>();  // the ring is no longer read; its memory now holds the sums
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+      for (int n = 0; n < BLOCKS; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) part[(n * 8 + 2 * c + (e & 1)) * STRIDE + t * 128 + warp * 16 + g + (e >> 1) * 8] = totals[t][n][e];
+  }
+};
+
+struct DequantizeArgs {
+  QuantizedWeights weights;
+  u16* out;             // [rows][inputs]
+  int first, rows, inputs;  // first row
+};
+
+// Write rows of the dequantized matrix. One block per record.
+template <class Number, class Format, class Record128>
+DEVICE void dequantize(const DequantizeArgs& p) {
+  extern __shared__ __align__(128) u8 shared[];
+  constexpr int STRIDE = STEP_INPUTS + 8;
+  u8* record = shared + Format::TABLE_BYTES;
+  u16* rows = (u16*)(record + Record128::BYTES);  // [128][STRIDE]
+  if constexpr (Format::TABLE_BYTES > 0) write_table((u32*)shared, p.weights);
+  const int steps = (p.inputs + STEP_INPUTS - 1) / STEP_INPUTS, first_tile = p.first / 128, tile = first_tile + blockIdx.x / steps, step = blockIdx.x % steps;
+  const uint4* from = (const uint4*)(p.weights.records + ((i64)tile * steps + step) * Record128::BYTES);
+  for (int i = threadIdx.x; i < Record128::BYTES / 16; i += 256) ((uint4*)record)[i] = __ldcs(from + i);
+  __syncthreads();
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
+  const u32 address = shared_address(record);
+#pragma unroll
+  for (int part = 0; part < PARTS; part++) {
+    u32 a[8];
+    Format::convert(a, Record128::address_of(address, warp, part, lane), shared_address(shared));
+    const int group = part * Record128::GROUPS / PARTS;
+    const float2 scales = Record128::scales(address, warp, group, lane, 0);
+    float2 offsets = {0, 0};
+    if constexpr (Record128::OFFSETS) offsets = Record128::scales(address, warp, group, lane, 1);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {  // upper columns in odd registers, upper inputs in registers 2, 3, 6 and 7
+      const float2 values = Number::unpack(a[i]);
+      const float s = (i & 1 ? scales.y : scales.x) * Format::UNIT, o = i & 1 ? offsets.y : offsets.x;
+      *(u32*)(rows + (warp * 16 + g + (i & 1) * 8) * STRIDE + part * 32 + i / 4 * 16 + (i & 2) * 4 + 2 * c) = Number::pack(values.x * s + o, values.y * s + o);
+    }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < 128 * (STEP_INPUTS / 8); i += 256) {
+    const int row = i / (STEP_INPUTS / 8), k = i % (STEP_INPUTS / 8) * 8, column = tile * 128 + row - p.first;
+    if (column >= 0 && column < p.rows && step * STEP_INPUTS + k < p.inputs)
+      *(uint4*)(p.out + (i64)column * p.inputs + step * STEP_INPUTS + k) = *(const uint4*)(rows + row * STRIDE + k);
+  }
+}
