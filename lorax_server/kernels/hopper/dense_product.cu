@@ -1,8 +1,5 @@
 // A product with 16-bit weights. W is the tall WGMMA operand, up to ROWS rows of x are the narrow operand.
 
-// WGMMA descriptor for swizzled 128-byte rows.
-DEVICE u64 descriptor(u32 address) { return (u64)((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62); }
-
 template <class Number, int ROWS_, int STAGES>
 struct DenseProduct {
   using Weights = const TensorMap*;

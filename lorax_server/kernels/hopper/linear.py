@@ -310,7 +310,9 @@ class FusedLinear:
     def _quantized_variant(
         self, found: PackedFormat, height: int, setting: QuantizedLaunchSetting, with_lora: bool
     ) -> QuantizedVariant:
-        return QuantizedVariant(self.dtype, found, height, setting.tiles, setting.stages, setting.cluster, with_lora)
+        return QuantizedVariant(
+            self.dtype, found, height, setting.is_wide, setting.tiles, setting.stages, setting.cluster, with_lora
+        )
 
 
 def find_height(rows: int) -> int:

@@ -55,7 +55,8 @@ def estimate_setting(outputs: int, height: int, num_sms: int) -> LinearLaunchSet
 class QuantizedLaunchSetting(NamedTuple):
     """Launch settings for one quantized linear layer and one maximum number of batch rows (height)."""
 
-    tiles: int  # tiles of 128 columns per block
+    is_wide: bool  # WGMMA instead of mma.sync
+    tiles: int  # tiles of 128 columns per block, 1 with WGMMA
     stages: int  # pipeline stages
     cluster: int  # blocks per cluster, which share columns
     lora_blocks: int  # number of blocks that compute LoRA
@@ -67,20 +68,20 @@ def find_quantized_setting(
 ) -> QuantizedLaunchSetting:
     """Return settings for a quantized layer."""
     blocks = -(-outputs // COLUMNS)
-    tiles = 2 if height == WIDE_BLOCK_HEIGHT and blocks % 2 == 0 and blocks // 2 >= num_sms * 3 // 4 else 1
-    blocks //= tiles
-    blocks_per_sm = 2 if height < WIDE_BLOCK_HEIGHT else 1
-    stage_bytes = tiles * packed.record_bytes + height * STEP_INPUTS * 2 + 16
+    is_wide = height >= WGMMA_HEIGHT and not packed.has_offsets
+    blocks_per_sm = 2 if height < ONE_BLOCK_HEIGHT else 1
+    stage_bytes = packed.record_bytes + height * STEP_INPUTS * 2 + 16
     stages = (MAX_SHARED_BYTES // blocks_per_sm - packed.table_bytes) // stage_bytes
     steps, cluster = -(-inputs // STEP_INPUTS), 1
     while cluster < MAX_CLUSTER and 2 * cluster * blocks <= num_sms and 2 * cluster * MIN_STEPS <= steps:
         cluster *= 2
     lora_blocks = max(num_sms * blocks_per_sm - blocks * cluster, num_sms // 2) // cluster * cluster
-    return QuantizedLaunchSetting(tiles, stages, cluster, lora_blocks, 3)
+    return QuantizedLaunchSetting(is_wide, 1, stages, cluster, lora_blocks, 3)
 
 
 COLUMNS = 128  # per tile
-WIDE_BLOCK_HEIGHT = 64  # blocks have two tiles, so that fewer blocks read the inputs
+WGMMA_HEIGHT = 32
+ONE_BLOCK_HEIGHT = 64  # from this height, kernels need the registers of an SM
 MAX_CLUSTER = 8
 MIN_STEPS = 4  # per block
 

@@ -13,10 +13,9 @@ struct QuantizedWeights {
   u32 levels[8];      // of 4-bit values, two per word
 };
 
-DEVICE uint2 load_pair_shared(u32 address) {
-  uint2 r;
-  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(r.x), "=r"(r.y) : "r"(address) : "memory");
-  return r;
+// Like `load_matrices`, but other loads can be moved across it.
+DEVICE void load_inputs(u32 (&b)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(address));
 }
 // a * b + c for two values
 template <class Number> DEVICE u32 multiply_add(u32 a, u32 b, u32 c) {
@@ -44,8 +43,8 @@ struct Int4 {
   static constexpr float UNIT = Number::is_bfloat16 ? 64 : 512;
   static constexpr u32 LOW = twice(Number::is_bfloat16 ? 0x7F00 : 0x7800), HIGH = twice(Number::is_bfloat16 ? 0x7D00 : 0x6800);  // 2^127 and 2^123, or 2^15 and 2^11
   static constexpr u32 SHIFT = OFFSETS ? 0 : twice(Number::is_bfloat16 ? 0xBE00 : 0xA400);  // -8 / UNIT
-  static DEVICE void convert(u32 (&a)[8], u32 address, u32) {
-    const uint2 words = load_pair_shared(address);
+  static DEVICE void convert(u32* a, const u8* from, const u8*) {
+    const uint2 words = *(const uint2*)from;
     const u32 w[2] = {words.x, words.y};
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -63,8 +62,8 @@ struct Int8 {  // bytes are the integers plus 128
   static constexpr int LANE_BYTES = 16, TABLE_BYTES = 0;
   static constexpr float UNIT = Number::is_bfloat16 ? 64 : 512;
   static constexpr u32 FACTOR = twice(Number::is_bfloat16 ? 0x7F00 : 0x7800), SHIFT = twice(Number::is_bfloat16 ? 0xC000 : 0xB400);  // -128 / UNIT
-  static DEVICE void convert(u32 (&a)[8], u32 address, u32) {
-    const uint4 words = load_shared(address);
+  static DEVICE void convert(u32* a, const u8* from, const u8*) {
+    const uint4 words = *(const uint4*)from;
     const u32 w[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -79,8 +78,8 @@ struct Float8 {  // e4m3, without NaN
   static constexpr int LANE_BYTES = 16, TABLE_BYTES = 0;
   static constexpr float UNIT = 1;
   static constexpr u32 FACTOR = twice(Number::is_bfloat16 ? 0x7B80 : 0x5C00);  // 2^120 or 2^8
-  static DEVICE void convert(u32 (&a)[8], u32 address, u32) {
-    const uint4 words = load_shared(address);
+  static DEVICE void convert(u32* a, const u8* from, const u8*) {
+    const uint4 words = *(const uint4*)from;
     const u32 w[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -96,15 +95,15 @@ template <class Number, bool OFFSETS>
 struct Levels4 {  // a table of all pairs of levels, one copy per lane, so that lanes never access the same bank
   static constexpr int LANE_BYTES = 8, TABLE_BYTES = 256 * 128;
   static constexpr float UNIT = 1;
-  static DEVICE void convert(u32 (&a)[8], u32 address, u32 table) {
-    const uint2 words = load_pair_shared(address);
+  static DEVICE void convert(u32* a, const u8* from, const u8* table) {
+    const uint2 words = *(const uint2*)from;
     const u32 w[2] = {words.x, words.y}, lane = (threadIdx.x & 31) * 4;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      a[i * 4] = load_word(table + ((w[i] << 7 & 0x7F80) | lane));
-      a[i * 4 + 1] = load_word(table + ((w[i] >> 1 & 0x7F80) | lane));
-      a[i * 4 + 2] = load_word(table + ((w[i] >> 9 & 0x7F80) | lane));
-      a[i * 4 + 3] = load_word(table + ((w[i] >> 17 & 0x7F80) | lane));
+      a[i * 4] = *(const u32*)(table + ((w[i] << 7 & 0x7F80) | lane));
+      a[i * 4 + 1] = *(const u32*)(table + ((w[i] >> 1 & 0x7F80) | lane));
+      a[i * 4 + 2] = *(const u32*)(table + ((w[i] >> 9 & 0x7F80) | lane));
+      a[i * 4 + 3] = *(const u32*)(table + ((w[i] >> 17 & 0x7F80) | lane));
     }
   }
 };
@@ -126,44 +125,43 @@ struct Record128 {
   static constexpr int TILE_BYTES = PARTS * 32 * Format::LANE_BYTES, WEIGHT_BYTES = 8 * TILE_BYTES;
   static constexpr int PAIR_BYTES = FLOAT_SCALES ? 8 : 4, SCALE_BYTES = 64 * GROUPS * PAIR_BYTES;
   static constexpr int BYTES = WEIGHT_BYTES + SCALE_BYTES * (OFFSETS ? 2 : 1);
-  static DEVICE u32 address_of(u32 record, int tile, int part, int lane) { return record + tile * TILE_BYTES + (part * 32 + lane) * Format::LANE_BYTES; }
+  static DEVICE const u8* weights(const u8* record, int tile, int part, int lane) { return record + tile * TILE_BYTES + (part * 32 + lane) * Format::LANE_BYTES; }
   // Return the scales of this lane's columns. `kind` is 0 for scales and 1 for offsets.
-  static DEVICE float2 scales(u32 record, int tile, int group, int lane, int kind) {
-    const u32 address = record + WEIGHT_BYTES + kind * SCALE_BYTES + ((tile * 8 + lane / 4) * GROUPS + group) * PAIR_BYTES;
-    if constexpr (FLOAT_SCALES) {
-      const uint2 pair = load_pair_shared(address);
-      return {__uint_as_float(pair.x), __uint_as_float(pair.y)};
-    } else return Float16::unpack(load_word(address));
+  static DEVICE float2 scales(const u8* record, int tile, int group, int lane, int kind) {
+    const u8* from = record + WEIGHT_BYTES + kind * SCALE_BYTES + ((tile * 8 + lane / 4) * GROUPS + group) * PAIR_BYTES;
+    if constexpr (FLOAT_SCALES) return *(const float2*)from;
+    else return Float16::unpack(*(const u32*)from);
   }
 };
 
-// `TILES` tiles of 16 columns per warp.
-template <class Number, class Format, class Record128, int ROWS_, int TILES, int STAGES>
-struct QuantizedProduct {
+// Fetches records and inputs, for `TILES` x 128 columns.
+template <class Number_, class Format_, class Record, int ROWS_, int TILES, int STAGES>
+struct QuantizedPipeline {
   using Weights = const QuantizedWeights*;
+  using Number = Number_;
+  using Format = Format_;
   static constexpr int ROWS = ROWS_, COLUMNS = TILES * 128, STEP = STEP_INPUTS, WARPS = 8, WAITING_THREAD = 0;
-  static constexpr int X_BYTES = ROWS * STEP * 2, W_BYTES = TILES * Record128::BYTES, RING = STAGES * (X_BYTES + W_BYTES);
-  static constexpr int BLOCKS = ROWS / 8, GROUPS = Record128::GROUPS, GROUP_PARTS = PARTS / GROUPS;
-  static constexpr u32 ONES = twice(Number::is_bfloat16 ? 0x3F80 : 0x3C00);
-  u8* shared;
-  u32 inputs, weights, full, empty, table;
-  DEVICE QuantizedProduct(u8* memory)
-      : shared(memory), inputs(shared_address(memory)), weights(inputs + STAGES * X_BYTES), full(weights + STAGES * W_BYTES), empty(full + STAGES * 8), table(empty + STAGES * 8) {}
+  static constexpr int X_BYTES = ROWS * STEP * 2, W_BYTES = TILES * Record::BYTES, RING = STAGES * (X_BYTES + W_BYTES);
+  u8* shared;  // inputs, records, barriers, table
+  u32 inputs, full, empty;
+  DEVICE QuantizedPipeline(u8* memory) : shared(memory), inputs(shared_address(memory)), full(inputs + RING), empty(full + STAGES * 8) {}
+  DEVICE u8* weights(int stage) const { return shared + STAGES * X_BYTES + stage * W_BYTES; }
+  DEVICE u8* table() const { return shared + RING + STAGES * 16; }
   DEVICE void init() {
     for (int s = 0; s < STAGES; s++) { init_barrier(full + s * 8, 1); init_barrier(empty + s * 8, WARPS); }
     fence_barriers();
   }
   DEVICE void prepare(Weights w) {
-    if constexpr (Format::TABLE_BYTES > 0) write_table((u32*)(shared + (table - inputs)), *w);
+    if constexpr (Format::TABLE_BYTES > 0) write_table((u32*)table(), *w);
   }
   DEVICE void fetch(Weights w, const TensorMap* x, const LinearArgs& p, int column, int first, int steps) {
-    const i64 tile_bytes = (i64)((p.K + STEP - 1) / STEP) * Record128::BYTES;
-    const u8* from = w->records + column / 128 * tile_bytes + (i64)first * Record128::BYTES;
+    const i64 tile_bytes = (i64)((p.K + STEP - 1) / STEP) * Record::BYTES;
+    const u8* from = w->records + column / 128 * tile_bytes + (i64)first * Record::BYTES;
     auto fetch_w = [&](int s, int i) {
       expect_bytes(full + s * 8, X_BYTES + W_BYTES);
 #pragma unroll
       for (int t = 0; t < TILES; t++)
-        copy_bytes(weights + s * W_BYTES + t * Record128::BYTES, from + t * tile_bytes + (i64)i * Record128::BYTES, Record128::BYTES, full + s * 8, EVICT_FIRST);
+        copy_bytes(shared_address(weights(s)) + t * Record::BYTES, from + t * tile_bytes + (i64)i * Record::BYTES, Record::BYTES, full + s * 8, EVICT_FIRST);
     };
     auto fetch_x = [&](int s, int i) {
 #pragma unroll
@@ -181,8 +179,17 @@ struct QuantizedProduct {
     }
     if (p.early == 3) launch_dependents();
   }
+};
+
+// For few rows: mma.sync. A warp has `TILES` tiles of 16 columns.
+template <class Number, class Format, class Record, int ROWS, int TILES, int STAGES>
+struct QuantizedProduct : QuantizedPipeline<Number, Format, Record, ROWS, TILES, STAGES> {
+  using Base = QuantizedPipeline<Number, Format, Record, ROWS, TILES, STAGES>;
+  using Base::Base, Base::inputs, Base::weights, Base::table, Base::full, Base::empty, Base::X_BYTES;
+  static constexpr int BLOCKS = ROWS / 8, GROUPS = Record::GROUPS, GROUP_PARTS = PARTS / GROUPS;
+  static constexpr u32 ONES = twice(Number::is_bfloat16 ? 0x3F80 : 0x3C00);
   DEVICE void multiply(float* part, int steps) {
-    constexpr int STRIDE = COLUMNS + 4;
+    constexpr int STRIDE = Base::COLUMNS + 4;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
     const u32 row_address = (lane & 7) * 128 + (((lane >> 3) ^ (lane & 7)) << 4);  // of a swizzled row; XOR 64 for odd parts
     float totals[TILES][BLOCKS][4];
@@ -192,33 +199,28 @@ struct QuantizedProduct {
     for (int i = 0, s = 0, phase = 0, last = 0; i < steps; i++) {
       wait_barrier(full + s * 8, phase);
       if (i && lane == 0) arrive(empty + last * 8);  // its data was used by products before
-      const u32 record = weights + s * W_BYTES, x = inputs + s * X_BYTES;
+      const u8* record = weights(s);
+      const u32 x = inputs + s * X_BYTES;
 #pragma unroll
       for (int group = 0; group < GROUPS; group++) {
         float sums[TILES][BLOCKS][4], x_sums[BLOCKS][4];
-        float2 scales[TILES], offsets[TILES];
-#pragma unroll
-        for (int t = 0; t < TILES; t++) {
-          scales[t] = Record128::scales(record + t * Record128::BYTES, warp, group, lane, 0);
-          if constexpr (Record128::OFFSETS) offsets[t] = Record128::scales(record + t * Record128::BYTES, warp, group, lane, 1);
-        }
 #pragma unroll
         for (int k = 0; k < GROUP_PARTS; k++) {
           const int part32 = group * GROUP_PARTS + k;
           u32 a[TILES][8];
 #pragma unroll
-          for (int t = 0; t < TILES; t++) Format::convert(a[t], Record128::address_of(record + t * Record128::BYTES, warp, part32, lane), table);
+          for (int t = 0; t < TILES; t++) Format::convert(a[t], Record::weights(record + t * Record::BYTES, warp, part32, lane), table());
 #pragma unroll
           for (int n = 0; n < BLOCKS; n++) {
             u32 b[4];
-            load_matrices(b, x + part32 / 2 * ROWS * 128 + n * 1024 + (row_address ^ part32 % 2 * 64));
+            load_inputs(b, x + part32 / 2 * ROWS * 128 + n * 1024 + (row_address ^ part32 % 2 * 64));
 #pragma unroll
             for (int t = 0; t < TILES; t++) {
               if (k == 0) mma_from_zero<Number>(sums[t][n], a[t][0], a[t][1], a[t][2], a[t][3], b[0], b[1]);
               else mma<Number>(sums[t][n], a[t][0], a[t][1], a[t][2], a[t][3], b[0], b[1]);
               mma<Number>(sums[t][n], a[t][4], a[t][5], a[t][6], a[t][7], b[2], b[3]);
             }
-            if constexpr (Record128::OFFSETS) {
+            if constexpr (Record::OFFSETS) {
               if (k == 0) mma_from_zero<Number>(x_sums[n], ONES, ONES, ONES, ONES, b[0], b[1]);
               else mma<Number>(x_sums[n], ONES, ONES, ONES, ONES, b[0], b[1]);
               mma<Number>(x_sums[n], ONES, ONES, ONES, ONES, b[2], b[3]);
@@ -227,21 +229,23 @@ struct QuantizedProduct {
         }
 #pragma unroll
         for (int t = 0; t < TILES; t++) {
-          const float s0 = scales[t].x * Format::UNIT, s1 = scales[t].y * Format::UNIT;
+          const float2 scales = Record::scales(record + t * Record::BYTES, warp, group, lane, 0);
+          float2 offsets = {0, 0};
+          if constexpr (Record::OFFSETS) offsets = Record::scales(record + t * Record::BYTES, warp, group, lane, 1);
+          const float s0 = scales.x * Format::UNIT, s1 = scales.y * Format::UNIT;
 #pragma unroll
-          for (int n = 0; n < BLOCKS; n++) {
+          for (int n = 0; n < BLOCKS; n++)
 #pragma unroll
             for (int e = 0; e < 4; e++) {
               totals[t][n][e] += (e < 2 ? s0 : s1) * sums[t][n][e];
-              if constexpr (Record128::OFFSETS) totals[t][n][e] += (e < 2 ? offsets[t].x : offsets[t].y) * x_sums[n][e];
+              if constexpr (Record::OFFSETS) totals[t][n][e] += (e < 2 ? offsets.x : offsets.y) * x_sums[n][e];
             }
-          }
         }
       }
       last = s;
       if (++s == STAGES) { s = 0; phase ^= 1; }
     }
-    sync_threads<4, WARPS * 32>();  // the ring is no longer read; its memory now holds the sums
+    sync_threads<4, Base::WARPS * 32>();  // the ring is no longer read; its memory now holds the sums
 #pragma unroll
     for (int t = 0; t < TILES; t++)
 #pragma unroll
@@ -250,6 +254,96 @@ struct QuantizedProduct {
         for (int e = 0; e < 4; e++) part[(n * 8 + 2 * c + (e & 1)) * STRIDE + t * 128 + warp * 16 + g + (e >> 1) * 8] = totals[t][n][e];
   }
 };
+
+#ifdef WGMMA_ROWS
+template <int COUNT> DEVICE void pin(u32 (&words)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) asm volatile("" : "+r"(words[i])::"memory");
+}
+template <int COUNT> DEVICE void pin(float (&numbers)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(numbers[i])::"memory");
+}
+
+// For many rows: WGMMA with weights in registers. A warpgroup has 64 columns. While one warpgroup converts weights and scales
+// sums, the other multiplies.
+template <class Number, class Format, class Record, int ROWS, int STAGES>
+struct WideQuantizedProduct : QuantizedPipeline<Number, Format, Record, ROWS, 1, STAGES> {
+  using Base = QuantizedPipeline<Number, Format, Record, ROWS, 1, STAGES>;
+  using Base::Base, Base::inputs, Base::weights, Base::table, Base::full, Base::empty, Base::X_BYTES;
+  static_assert(!Record::OFFSETS, "offsets require mma.sync");
+  static constexpr int UNIT_PARTS = Record::GROUPS == 4 ? 1 : 2, UNITS = PARTS / UNIT_PARTS;
+  static constexpr bool TWO_SUMS = ROWS <= 64;  // otherwise there are too few registers
+  struct Unit {
+    u32 a[UNIT_PARTS * 8];
+    float2 scales;
+  };
+  int warp, lane;
+  DEVICE void convert(Unit& unit, const u8* record, int number) const {
+#pragma unroll
+    for (int k = 0; k < UNIT_PARTS; k++) Format::convert(unit.a + k * 8, Record::weights(record, warp, number * UNIT_PARTS + k, lane), table());
+    unit.scales = Record::scales(record, warp, number * Record::GROUPS / UNITS, lane, 0);
+    pin(unit.a);  // before the fence; otherwise ptxas runs one WGMMA at a time
+  }
+  DEVICE void start(Unit& unit, float (&sums)[ROWS / 2], u32 x, int number) const {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    const u64 b = descriptor(x + number * UNIT_PARTS / 2 * ROWS * 128) + number * UNIT_PARTS % 2 * 4;
+#pragma unroll
+    for (int k = 0; k < UNIT_PARTS * 2; k++) wgmma_from_registers<Number>(sums, unit.a[k * 4], unit.a[k * 4 + 1], unit.a[k * 4 + 2], unit.a[k * 4 + 3], b + k * 2, k);
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  }
+  template <int PENDING> static DEVICE void wait(float (&sums)[ROWS / 2]) {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+    pin(sums);
+  }
+  static DEVICE void add(float (&totals)[ROWS / 2], const float (&sums)[ROWS / 2], float2 scales) {
+    const float s0 = scales.x * Format::UNIT, s1 = scales.y * Format::UNIT;
+#pragma unroll
+    for (int i = 0; i < ROWS / 2; i++) totals[i] += (i & 2 ? s1 : s0) * sums[i];
+  }
+  DEVICE void multiply(float* part, int steps) {
+    constexpr int STRIDE = Base::COLUMNS + 4;
+    warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
+    float totals[ROWS / 2], sums0[ROWS / 2], sums1[TWO_SUMS ? ROWS / 2 : 1];
+#pragma unroll
+    for (int i = 0; i < ROWS / 2; i++) totals[i] = 0;
+    Unit unit0, unit1;
+#pragma unroll 1
+    for (int i = 0, s = 0, phase = 0; i < steps; i++) {
+      wait_barrier(full + s * 8, phase);
+      const u8* record = weights(s);
+      const u32 x = inputs + s * X_BYTES;
+      if constexpr (TWO_SUMS) {
+#pragma unroll 1
+        for (int number = 0; number < UNITS; number += 2) {
+          convert(unit0, record, number);
+          convert(unit1, record, number + 1);
+          start(unit0, sums0, x, number);
+          start(unit1, sums1, x, number + 1);
+          wait<1>(sums0);
+          add(totals, sums0, unit0.scales);
+          wait<0>(sums1);
+          add(totals, sums1, unit1.scales);
+        }
+      } else {
+#pragma unroll 1
+        for (int number = 0; number < UNITS; number++) {
+          convert(unit0, record, number);
+          start(unit0, sums0, x, number);
+          wait<0>(sums0);
+          add(totals, sums0, unit0.scales);
+        }
+      }
+      if (lane == 0) arrive(empty + s * 8);
+      if (++s == STAGES) { s = 0; phase ^= 1; }
+    }
+    sync_threads<4, Base::WARPS * 32>();  // the ring is no longer read; its memory now holds the sums
+    const int g = lane >> 2, c = lane & 3;
+#pragma unroll
+    for (int i = 0; i < ROWS / 2; i++) part[(i / 4 * 8 + 2 * c + (i & 1)) * STRIDE + warp * 16 + g + (i >> 1 & 1) * 8] = totals[i];
+  }
+};
+#endif
 
 struct DequantizeArgs {
   QuantizedWeights weights;
@@ -270,15 +364,14 @@ DEVICE void dequantize(const DequantizeArgs& p) {
   for (int i = threadIdx.x; i < Record128::BYTES / 16; i += 256) ((uint4*)record)[i] = __ldcs(from + i);
   __syncthreads();
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
-  const u32 address = shared_address(record);
 #pragma unroll
   for (int part = 0; part < PARTS; part++) {
     u32 a[8];
-    Format::convert(a, Record128::address_of(address, warp, part, lane), shared_address(shared));
+    Format::convert(a, Record128::weights(record, warp, part, lane), shared);
     const int group = part * Record128::GROUPS / PARTS;
-    const float2 scales = Record128::scales(address, warp, group, lane, 0);
+    const float2 scales = Record128::scales(record, warp, group, lane, 0);
     float2 offsets = {0, 0};
-    if constexpr (Record128::OFFSETS) offsets = Record128::scales(address, warp, group, lane, 1);
+    if constexpr (Record128::OFFSETS) offsets = Record128::scales(record, warp, group, lane, 1);
 #pragma unroll
     for (int i = 0; i < 8; i++) {  // upper columns in odd registers, upper inputs in registers 2, 3, 6 and 7
       const float2 values = Number::unpack(a[i]);

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -132,6 +132,7 @@ class QuantizedVariant:
     dtype: torch.dtype
     format: PackedFormat
     height: int
+    is_wide: bool  # WGMMA instead of mma.sync
     tiles: int  # tiles of 128 columns per block
     stages: int
     cluster: int
@@ -152,11 +153,16 @@ class QuantizedVariant:
     @property
     def source(self) -> str:
         lora = "true" if self.with_lora else "false"
-        product = f"QuantizedProduct<{self.format.write_types(self.dtype)}, {self.height}, {self.tiles}, {self.stages}>"
+        types = self.format.write_types(self.dtype)
+        if self.is_wide:
+            product = f"WideQuantizedProduct<{types}, {self.height}, {self.stages}>"
+        else:
+            product = f"QuantizedProduct<{types}, {self.height}, {self.tiles}, {self.stages}>"
         return "\n".join(
             (
                 read_source("primitives.cu"),
                 read_source("lora.cu"),
+                _write_wgmma(self.height),
                 read_source("quantized_product.cu"),
                 read_source("linear.cu"),
                 assert_layout(LinearArgs),
@@ -285,19 +291,42 @@ def read_source(name: str) -> str:
 
 
 def _write_wgmma(height: int) -> str:
-    """Return the source of a WGMMA function for 64 columns of W and `height` rows of x, with explicit registers."""
+    """Return the source of WGMMA functions for 64 columns of W and `height` rows of x, with explicit registers.
+
+    `wgmma` adds a product to `d`, with W in shared memory. In `wgmma_from_registers`, W is in registers, and `adds` is 0
+    if the product replaces `d`.
+    """
     count = height // 2
     sums = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
 
-    def instruction(dtype: str) -> str:
+    def instruction(dtype: str, left: str, transposed: str, inputs: str, condition: int) -> str:
         return (
-            f'asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n'
+            f'asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{condition}, 0;\\n'
             f"wgmma.mma_async.sync.aligned.m64n{height}k16.f32.{dtype}.{dtype} "
-            f'{{{sums}}}, %{count}, %{count + 1}, p, 1, 1, 0, 0;\\n}}\\n" : {outputs} : "l"(a), "l"(b), "r"(1));'
+            f'{{{sums}}}, {left}, %{condition - 1}, p, 1, 1, {transposed};\\n}}\\n" : {outputs} : {inputs});'
         )
 
-    return (
-        f"template <class Number> DEVICE void wgmma(float (&d)[{count}], u64 a, u64 b) {{\n"
-        f"  if constexpr (Number::is_bfloat16) {instruction('bf16')}\n  else {instruction('f16')}\n}}"
+    def function(head: str, *arguments: Any) -> str:
+        return (
+            f"template <class Number> DEVICE void {head} {{\n"
+            f"  if constexpr (Number::is_bfloat16) {instruction('bf16', *arguments)}\n"
+            f"  else {instruction('f16', *arguments)}\n}}"
+        )
+
+    registers = ", ".join(f"%{count + i}" for i in range(4))
+    return "\n".join(
+        (
+            f"#define WGMMA_ROWS {height}",
+            function(
+                f"wgmma(float (&d)[{count}], u64 a, u64 b)", f"%{count}", "0, 0", '"l"(a), "l"(b), "r"(1)', count + 2
+            ),
+            function(
+                f"wgmma_from_registers(float (&d)[{count}], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int adds)",
+                f"{{{registers}}}",
+                "0",
+                '"r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(adds)',
+                count + 5,
+            ),
+        )
     )
