@@ -18,6 +18,7 @@ struct DenseProduct {
   }
   DEVICE void fetch_x(const TensorMap* map, int stage, int k) { copy_box(inputs + stage * X_BYTES, map, full + stage * 8, k * 64, 0, EVICT_LAST); }
   DEVICE void fetch(Weights w, const TensorMap* x, const LinearArgs& p, int column, int first, int steps) {
+    if (threadIdx.x != COMPUTE_THREADS) return;
     const int ahead = steps < STAGES ? steps : STAGES;
     for (int s = 0; s < ahead; s++) fetch_w(w, s, first + s, column);
     if (p.early) wait_for_previous_kernel();

@@ -116,6 +116,14 @@ def matrix_map(matrix: torch.Tensor, rows: int) -> bytes:
     return tensor_map(matrix, (matrix.shape[1], matrix.shape[0]), (matrix.stride(0) * matrix.itemsize,), (64, rows))
 
 
+def slabs_map(matrix: torch.Tensor, rows: int) -> bytes:
+    """Return a tensor map for a matrix as slabs of 64 columns, with boxes of two slabs. The number of columns must be a
+    multiple of 64.
+    """
+    stride = matrix.stride(0) * matrix.itemsize
+    return tensor_map(matrix, (64, matrix.shape[0], matrix.shape[1] // 64), (stride, 128), (64, rows, 2))
+
+
 def lora_factor_maps(buffer: torch.Tensor, stride: int, width: int) -> bytes:
     """Return two TMA tensor maps for LoRA factors in a flat buffer, with boxes of 16 rows and of 8 rows.
 

@@ -5,7 +5,7 @@
 // columns: it adds the partial sums in order, bias and D, and applies the adapter's output scale and output bias.
 // Weights are prefetched before the previous kernel finishes.
 //
-// A product class has `fetch`, for one thread, and `multiply`, for the first WARPS warps, which writes sums [row][COLUMNS + 4]
+// A product class has `fetch`, for the last warp, and `multiply`, for the first WARPS warps, which writes sums [row][COLUMNS + 4]
 // to the start of shared memory. WAITING_THREAD waits for LoRA.
 
 struct Four {
@@ -57,7 +57,7 @@ DEVICE void linear(typename Product::Weights w, const TensorMap* x, const Linear
     return;
   }
   Product product(shared);
-  const int warp = threadIdx.x >> 5, block = blockIdx.x - (LORA ? p.lora_blocks : 0);
+  const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), block = blockIdx.x - (LORA ? p.lora_blocks : 0);
   const int part_number = CLUSTER == 1 ? 0 : block % CLUSTER, tile = block / CLUSTER * Product::COLUMNS;
   const int first = part_number * p.steps, all = (p.K + Product::STEP - 1) / Product::STEP, steps = min(p.steps, all - first);
   if (threadIdx.x == COMPUTE_THREADS) product.init();
@@ -65,7 +65,7 @@ DEVICE void linear(typename Product::Weights w, const TensorMap* x, const Linear
   __syncthreads();
   if (p.early == 2) launch_dependents();
   float* part = (float*)shared;  // [row][STRIDE]
-  if (threadIdx.x == COMPUTE_THREADS) product.fetch(w, x, p, tile, first, steps);
+  if (warp == COMPUTE_THREADS / 32) product.fetch(w, x, p, tile, first, steps);
   else if (warp < Product::WARPS) product.multiply(part, steps);
   if (LORA && threadIdx.x == Product::WAITING_THREAD && *p.num_tiles) {
     if (p.early) wait_for_previous_kernel();  // it uses the same counters, and may not have reset them yet

@@ -18,7 +18,7 @@ from lorax_server.kernels.hopper.arguments import (
     LinearArgs,
     PlanArgs,
 )
-from lorax_server.kernels.hopper.driver import Kernels, lora_factor_maps, matrix_map
+from lorax_server.kernels.hopper.driver import Kernels, lora_factor_maps, matrix_map, slabs_map
 from lorax_server.kernels.hopper.linear_settings import (
     LinearLaunchSetting,
     QuantizedLaunchSetting,
@@ -190,8 +190,9 @@ class FusedLinear:
         args.lora_blocks = setting.lora_blocks
         args.steps = math.ceil(math.ceil(inputs / 64) / setting.cluster)
         args.early = setting.early if lora is None else setting.early_with_lora
+        inputs_map = matrix_map(x, height)
         blocks = -(-outputs // 128) * setting.cluster
-        self._launch(variant, blocks, matrix, x, args)
+        self._launch(variant, blocks, matrix, inputs_map, args)
         return out
 
     def quantized_linear(
@@ -226,8 +227,8 @@ class FusedLinear:
         args = self._make_fused_args(out, x, weights, lora, targets, variant.ring_bytes)
         args.lora_blocks, args.early = setting.lora_blocks, setting.early
         args.steps = math.ceil(math.ceil(inputs / STEP_INPUTS) / setting.cluster)
-        blocks = -(-outputs // (128 * setting.tiles)) * setting.cluster
-        self._launch(variant, blocks, matrix.argument, x, args)
+        blocks = -(-outputs // (128 * (1 if setting.is_wide else setting.tiles))) * setting.cluster
+        self._launch(variant, blocks, matrix.argument, slabs_map(x, height), args)
 
     def _make_fused_args(
         self,
@@ -248,10 +249,10 @@ class FusedLinear:
         variant: LinearVariant | QuantizedVariant,
         blocks: int,
         matrix: ctypes.Structure | ctypes.Array[Any],
-        x: torch.Tensor,
+        inputs_map: bytes,
         args: LinearArgs,
     ) -> None:
-        inputs = ctypes.create_string_buffer(matrix_map(x, variant.height), MAP_BYTES)
+        inputs = ctypes.create_string_buffer(inputs_map, MAP_BYTES)
         blocks += args.lora_blocks if variant.with_lora else 0
         self._kernels.get(variant).launch(blocks, THREADS, [matrix, inputs, args], early=args.early > 0)
 

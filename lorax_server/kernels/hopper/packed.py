@@ -14,6 +14,7 @@ from lorax_server.kernels.matrix import StoredMatrix
 from lorax_server.kernels.quantized import BlockMatrix, float8_levels, is_same_table
 
 TILE, STEP, PART = 128, 128, 32  # columns and inputs per record, inputs per part
+SLAB = 64  # inputs per slab of activations
 NAN_BITS = 0x7F  # of 8-bit floats
 LEVEL_FACTORS = 512  # factors that are tried when levels are rounded to 16 bits
 
@@ -138,7 +139,7 @@ def pack(matrix: BlockMatrix, kernels: Kernels | None) -> PackedMatrix | None:
 def find_format(matrix: BlockMatrix) -> PackedFormat | None:
     """Return the format for a matrix, or None if the kernels do not support it."""
     block = matrix.block
-    if block not in (PART, 2 * PART, matrix.inputs) and block % STEP:
+    if (block not in (PART, 2 * PART, matrix.inputs) and block % STEP) or matrix.inputs % SLAB:
         return None
     if matrix.levels is None:
         kind = f"int{matrix.bits}"

@@ -129,9 +129,23 @@ DEVICE void copy_box(u32 to, const TensorMap* map, u32 barrier, int column, int 
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),
                "l"(map), "r"(barrier), "r"(column), "r"(row), "l"(policy) : "memory");
 }
-DEVICE void copy_bytes(u32 to, const u8* from, int bytes, u32 barrier, u64 policy) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
-               "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+// For whole warps: one lane copies. Without branches around a copy, its operands stay in uniform registers.
+DEVICE u32 elect_lane() {
+  u32 is_elected;
+  asm volatile("{\n.reg .pred P;\nelect.sync _|P, 0xffffffff;\nselp.u32 %0, 1, 0, P;\n}" : "=r"(is_elected));
+  return is_elected;
+}
+DEVICE void expect_bytes_by(u32 is_elected, u32 barrier, int bytes) {
+  asm volatile("{\n.reg .pred P;\nsetp.ne.u32 P, %0, 0;\n@P mbarrier.arrive.expect_tx.shared::cta.b64 _, [%1], %2;\n}" ::"r"(is_elected), "r"(barrier), "r"(bytes) : "memory");
+}
+DEVICE void copy_bytes_by(u32 is_elected, u32 to, const u8* from, int bytes, u32 barrier, u64 policy) {
+  asm volatile("{\n.reg .pred P;\nsetp.ne.u32 P, %0, 0;\n@P cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%1], [%2], %3, [%4], %5;\n}"
+               ::"r"(is_elected), "r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+}
+// A box of 64 columns x rows x slabs of 64 columns.
+DEVICE void copy_slabs_by(u32 is_elected, u32 to, const TensorMap* map, u32 barrier, int slab, u64 policy) {
+  asm volatile("{\n.reg .pred P;\nsetp.ne.u32 P, %0, 0;\n@P cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%1], [%2, {%4, %4, %5}], [%3], %6;\n}"
+               ::"r"(is_elected), "r"(to), "l"(map), "r"(barrier), "r"(0), "r"(slab), "l"(policy) : "memory");
 }
 DEVICE void copy_factor(u32 to, const TensorMap* map, u32 barrier, int line) {
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %3, %4}], [%2], %5;" ::"r"(to),

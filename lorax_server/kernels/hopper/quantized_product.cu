@@ -157,16 +157,14 @@ struct QuantizedPipeline {
   DEVICE void fetch(Weights w, const TensorMap* x, const LinearArgs& p, int column, int first, int steps) {
     const i64 tile_bytes = (i64)((p.K + STEP - 1) / STEP) * Record::BYTES;
     const u8* from = w->records + column / 128 * tile_bytes + (i64)first * Record::BYTES;
+    const u32 is_elected = elect_lane(), records = inputs + STAGES * X_BYTES;
     auto fetch_w = [&](int s, int i) {
-      expect_bytes(full + s * 8, X_BYTES + W_BYTES);
+      expect_bytes_by(is_elected, full + s * 8, X_BYTES + W_BYTES);
 #pragma unroll
       for (int t = 0; t < TILES; t++)
-        copy_bytes(shared_address(weights(s)) + t * Record::BYTES, from + t * tile_bytes + (i64)i * Record::BYTES, Record::BYTES, full + s * 8, EVICT_FIRST);
+        copy_bytes_by(is_elected, records + s * W_BYTES + t * Record::BYTES, from + t * tile_bytes + (i64)i * Record::BYTES, Record::BYTES, full + s * 8, EVICT_FIRST);
     };
-    auto fetch_x = [&](int s, int i) {
-#pragma unroll
-      for (int h = 0; h < 2; h++) copy_box(inputs + s * X_BYTES + h * ROWS * 128, x, full + s * 8, (first + i) * STEP + h * 64, 0, EVICT_LAST);
-    };
+    auto fetch_x = [&](int s, int i) { copy_slabs_by(is_elected, inputs + s * X_BYTES, x, full + s * 8, (first + i) * (STEP / 64), EVICT_LAST); };
     const int ahead = steps < STAGES ? steps : STAGES;
     for (int s = 0; s < ahead; s++) fetch_w(s, s);
     if (p.early) wait_for_previous_kernel();
@@ -266,14 +264,13 @@ template <int COUNT> DEVICE void pin(float (&numbers)[COUNT]) {
 }
 
 // For many rows: WGMMA with weights in registers. A warpgroup has 64 columns. While one warpgroup converts weights and scales
-// sums, the other multiplies.
-template <class Number, class Format, class Record, int ROWS, int STAGES>
+// sums, others multiply. With two buffers of sums, a warpgroup multiplies two units of inputs at a time, but needs more registers.
+template <class Number, class Format, class Record, int ROWS, int BUFFERS, int STAGES>
 struct WideQuantizedProduct : QuantizedPipeline<Number, Format, Record, ROWS, 1, STAGES> {
   using Base = QuantizedPipeline<Number, Format, Record, ROWS, 1, STAGES>;
   using Base::Base, Base::inputs, Base::weights, Base::table, Base::full, Base::empty, Base::X_BYTES;
   static_assert(!Record::OFFSETS, "offsets require mma.sync");
   static constexpr int UNIT_PARTS = Record::GROUPS == 4 ? 1 : 2, UNITS = PARTS / UNIT_PARTS;
-  static constexpr bool TWO_SUMS = ROWS <= 64;  // otherwise there are too few registers
   struct Unit {
     u32 a[UNIT_PARTS * 8];
     float2 scales;
@@ -304,7 +301,7 @@ struct WideQuantizedProduct : QuantizedPipeline<Number, Format, Record, ROWS, 1,
   DEVICE void multiply(float* part, int steps) {
     constexpr int STRIDE = Base::COLUMNS + 4;
     warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
-    float totals[ROWS / 2], sums0[ROWS / 2], sums1[TWO_SUMS ? ROWS / 2 : 1];
+    float totals[ROWS / 2], sums0[ROWS / 2], sums1[BUFFERS == 2 ? ROWS / 2 : 1];
 #pragma unroll
     for (int i = 0; i < ROWS / 2; i++) totals[i] = 0;
     Unit unit0, unit1;
@@ -313,7 +310,7 @@ struct WideQuantizedProduct : QuantizedPipeline<Number, Format, Record, ROWS, 1,
       wait_barrier(full + s * 8, phase);
       const u8* record = weights(s);
       const u32 x = inputs + s * X_BYTES;
-      if constexpr (TWO_SUMS) {
+      if constexpr (BUFFERS == 2) {
 #pragma unroll 1
         for (int number = 0; number < UNITS; number += 2) {
           convert(unit0, record, number);

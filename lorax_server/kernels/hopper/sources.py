@@ -133,14 +133,14 @@ class QuantizedVariant:
     format: PackedFormat
     height: int
     is_wide: bool  # WGMMA instead of mma.sync
-    tiles: int  # tiles of 128 columns per block
+    tiles: int  # tiles of 128 columns per block; with WGMMA, buffers of sums
     stages: int
     cluster: int
     with_lora: bool
 
     @property
     def ring_bytes(self) -> int:
-        return self.stages * (self.tiles * self.format.record_bytes + self.height * STEP_INPUTS * 2)
+        return self.stages * ((1 if self.is_wide else self.tiles) * self.format.record_bytes + self.height * STEP_INPUTS * 2)
 
     @property
     def shared_bytes(self) -> int:
@@ -155,7 +155,7 @@ class QuantizedVariant:
         lora = "true" if self.with_lora else "false"
         types = self.format.write_types(self.dtype)
         if self.is_wide:
-            product = f"WideQuantizedProduct<{types}, {self.height}, {self.stages}>"
+            product = f"WideQuantizedProduct<{types}, {self.height}, {self.tiles}, {self.stages}>"
         else:
             product = f"QuantizedProduct<{types}, {self.height}, {self.tiles}, {self.stages}>"
         return "\n".join(
