@@ -203,32 +203,19 @@ class FusedLinear:
         targets: Sequence[LoraTarget],
         setting: QuantizedLaunchSetting | None = None,
     ) -> torch.Tensor:
-        """Return a quantized layer's output, with adapters applied (up to 128 rows) or without adapters."""
-        out = torch.empty(len(x), weights.shape[0], dtype=self.dtype, device=self.device)
-        for start in range(0, len(x), HEIGHTS[-1]):
-            part = slice(start, start + HEIGHTS[-1])
-            self._multiply_quantized(out[part], x[part], weights, lora, targets, setting)
-        return out
-
-    def _multiply_quantized(
-        self,
-        out: torch.Tensor,
-        x: torch.Tensor,
-        weights: LinearWeights,
-        lora: LoraBatch | None,
-        targets: Sequence[LoraTarget],
-        setting: QuantizedLaunchSetting | None,
-    ) -> None:
+        """Return a quantized layer's output for up to 128 rows, with adapters applied."""
         matrix = weights.weight
         assert isinstance(matrix, PackedMatrix)
         (outputs, inputs), height = weights.shape, find_height(len(x))
         setting = setting or find_quantized_setting(matrix.format, inputs, outputs, height, self.num_sms)
         variant = self._quantized_variant(matrix.format, height, setting, lora is not None)
+        out = torch.empty(len(x), outputs, dtype=self.dtype, device=self.device)
         args = self._make_fused_args(out, x, weights, lora, targets, variant.ring_bytes)
         args.lora_blocks, args.early = setting.lora_blocks, setting.early
         args.steps = math.ceil(math.ceil(inputs / STEP_INPUTS) / setting.cluster)
-        blocks = -(-outputs // (128 * (1 if setting.is_wide else setting.tiles))) * setting.cluster
+        blocks = -(-outputs // variant.columns) * setting.cluster
         self._launch(variant, blocks, matrix.argument, slabs_map(x, height), args)
+        return out
 
     def _make_fused_args(
         self,

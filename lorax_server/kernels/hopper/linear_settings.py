@@ -66,24 +66,34 @@ class QuantizedLaunchSetting(NamedTuple):
 def find_quantized_setting(
     packed: PackedFormat, inputs: int, outputs: int, height: int, num_sms: int
 ) -> QuantizedLaunchSetting:
-    """Return settings for a quantized layer."""
-    blocks = -(-outputs // COLUMNS)
+    """Return settings for a quantized layer, by rules that were measured on an H200."""
+    num_tiles = -(-outputs // COLUMNS)
     is_wide = height >= WGMMA_HEIGHT and not packed.has_offsets
-    blocks_per_sm = 2 if height < ONE_BLOCK_HEIGHT else 1
-    stage_bytes = packed.record_bytes + height * STEP_INPUTS * 2 + 16
-    stages = (MAX_SHARED_BYTES // blocks_per_sm - packed.table_bytes) // stage_bytes
+    shapes = [(2, 2), (1, 2), (1, 1)]  # tiles or buffers, and blocks per SM
+    if height > WGMMA_HEIGHT or (not is_wide and num_tiles % 2):
+        shapes = shapes[1:] if height == 2 * WGMMA_HEIGHT or height <= WGMMA_HEIGHT else shapes[2:]
+    for tiles, blocks_per_sm in shapes:
+        columns = 1 if is_wide else tiles
+        stage_bytes = columns * packed.record_bytes + height * STEP_INPUTS * 2 + 16
+        stages = min((MAX_SHARED_BYTES // blocks_per_sm - packed.table_bytes) // stage_bytes, MAX_STAGES)
+        if stages >= MIN_STAGES:
+            break
+    blocks = num_tiles // columns
+    room = num_sms * (2 if height == 2 * WGMMA_HEIGHT else 1)
+    max_cluster = 2 if height > 2 * WGMMA_HEIGHT else 4 if is_wide else 8  # larger clusters do not all fit at once
     steps, cluster = -(-inputs // STEP_INPUTS), 1
-    while cluster < MAX_CLUSTER and 2 * cluster * blocks <= num_sms and 2 * cluster * MIN_STEPS <= steps:
+    while cluster < max_cluster and 2 * cluster * blocks <= room and 2 * cluster * MIN_STEPS <= steps:
         cluster *= 2
-    lora_blocks = max(num_sms * blocks_per_sm - blocks * cluster, num_sms // 2) // cluster * cluster
-    return QuantizedLaunchSetting(is_wide, 1, stages, cluster, lora_blocks, 3)
+    free_blocks = num_sms * blocks_per_sm - blocks * cluster
+    lora_blocks = min(max(free_blocks, num_sms // 2), MAX_LORA_BLOCKS.get(height, num_sms)) // cluster * cluster
+    return QuantizedLaunchSetting(is_wide, tiles, stages, cluster, lora_blocks, 3)
 
 
 COLUMNS = 128  # per tile
 WGMMA_HEIGHT = 32
-ONE_BLOCK_HEIGHT = 64  # from this height, kernels need the registers of an SM
-MAX_CLUSTER = 8
-MIN_STEPS = 4  # per block
+MIN_STEPS = 4  # of 128 inputs per block
+MIN_STAGES, MAX_STAGES = 3, 24
+MAX_LORA_BLOCKS = {8: 64, 16: 96}  # by height; other heights use all SMs
 
 # Pipeline stages that fill an SM's shared memory, by batch height. Two blocks of 128 rows do not fit.
 ONE_BLOCK_STAGES = {8: 11, 16: 11, 32: 9, 64: 8, 128: 6}

@@ -129,7 +129,10 @@ class HopperOps(TritonOps):
         if rows <= max_rows and not is_wide and (is_packed or not weights.is_quantized):
             multiply = fused.quantized_linear if is_packed else fused.linear
             return multiply(x, weights, lora, targets)
-        out = fused.quantized_linear(x, weights, None, ()) if is_packed else multiply_base(x, weights)
+        if is_packed and rows <= MAX_FUSED_LORA_ROWS:
+            out = fused.quantized_linear(x, weights, None, ())
+        else:
+            out = multiply_base(x, weights)
         if lora is not None:
             fused.add_lora(out, x, lora, targets)
             self.scale_and_shift(out, lora, targets)

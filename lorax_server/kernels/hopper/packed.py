@@ -97,10 +97,10 @@ class PackedMatrix(StoredMatrix):
         scales = self.records[..., num_bytes:].view(torch.float32 if kind.has_float_scales else torch.float16)
         scales = scales.unflatten(2, (-1, 8, 8, kind.groups, 2))[tile, :, :, within // 16, within % 8]
         scales = scales.gather(-1, half.view(-1, 1, 1, 1, 1).expand(*scales.shape[:-1], 1)).float()
-        weights = values * scales[:, :, 0]
+        weights: torch.Tensor = values * scales[:, :, 0]
         if kind.has_offsets:
             weights += scales[:, :, 1]
-        return weights.flatten(1)[:, : self.inputs].to(self.dtype).view(*rows.shape, self.inputs)
+        return weights.flatten(1)[:, : self.inputs].to(self.dtype).view((*rows.shape, self.inputs))
 
     def _decode(self, codes: torch.Tensor) -> torch.Tensor:
         if self.format.kind == "int4":
@@ -111,7 +111,8 @@ class PackedMatrix(StoredMatrix):
             return codes.view(torch.float8_e4m3fn).float()
         words = torch.tensor(self.words, dtype=torch.int64, device=self.device)
         bits = torch.stack([words & 0xFFFF, words >> 16], dim=1).flatten().to(torch.int16)
-        return bits.view(self.dtype).float().index_select(0, codes.flatten().int()).view(codes.shape)
+        levels: torch.Tensor = bits.view(self.dtype).float()
+        return levels.index_select(0, codes.flatten().int()).view(codes.shape)
 
 
 def pack(matrix: BlockMatrix, kernels: Kernels | None) -> PackedMatrix | None:

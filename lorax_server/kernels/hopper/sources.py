@@ -139,8 +139,13 @@ class QuantizedVariant:
     with_lora: bool
 
     @property
+    def columns(self) -> int:
+        """Return the number of columns per block."""
+        return 128 if self.is_wide else 128 * self.tiles
+
+    @property
     def ring_bytes(self) -> int:
-        return self.stages * ((1 if self.is_wide else self.tiles) * self.format.record_bytes + self.height * STEP_INPUTS * 2)
+        return self.stages * (self.columns // 128 * self.format.record_bytes + self.height * STEP_INPUTS * 2)
 
     @property
     def shared_bytes(self) -> int:
@@ -293,8 +298,8 @@ def read_source(name: str) -> str:
 def _write_wgmma(height: int) -> str:
     """Return the source of WGMMA functions for 64 columns of W and `height` rows of x, with explicit registers.
 
-    `wgmma` adds a product to `d`, with W in shared memory. In `wgmma_from_registers`, W is in registers, and `adds` is 0
-    if the product replaces `d`.
+    `wgmma` adds a product to `d`, with W in shared memory. In `wgmma_from_registers`, W is in registers, and `adds` is
+    0 if the product replaces `d`.
     """
     count = height // 2
     sums = ", ".join(f"%{i}" for i in range(count))
