@@ -68,7 +68,7 @@ def find_quantized_setting(
 ) -> QuantizedLaunchSetting:
     """Return settings for a quantized layer, by rules that were measured on an H200."""
     num_tiles = -(-outputs // COLUMNS)
-    is_wide = height >= WGMMA_HEIGHT and not packed.has_offsets
+    is_wide = height >= WGMMA_HEIGHT and packed.shift != "offsets"
     shapes = [(2, 2), (1, 2), (1, 1)]  # tiles or buffers, and blocks per SM
     if height > WGMMA_HEIGHT or (not is_wide and num_tiles % 2):
         shapes = shapes[1:] if height == 2 * WGMMA_HEIGHT or height <= WGMMA_HEIGHT else shapes[2:]
@@ -84,8 +84,9 @@ def find_quantized_setting(
     steps, cluster = -(-inputs // STEP_INPUTS), 1
     while cluster < max_cluster and 2 * cluster * blocks <= room and 2 * cluster * MIN_STEPS <= steps:
         cluster *= 2
-    free_blocks = num_sms * blocks_per_sm - blocks * cluster
-    lora_blocks = min(max(free_blocks, num_sms // 2), MAX_LORA_BLOCKS.get(height, num_sms)) // cluster * cluster
+    is_large = blocks > num_sms * 3 // 4  # nearly all SMs compute the product
+    lora_blocks = (LARGE_LORA_BLOCKS if is_large else LORA_BLOCKS).get(height, num_sms * 3 // 4)
+    lora_blocks = min(lora_blocks, num_sms * blocks_per_sm) // cluster * cluster
     return QuantizedLaunchSetting(is_wide, tiles, stages, cluster, lora_blocks, 3)
 
 
@@ -93,7 +94,9 @@ COLUMNS = 128  # per tile
 WGMMA_HEIGHT = 32
 MIN_STEPS = 4  # of 128 inputs per block
 MIN_STAGES, MAX_STAGES = 3, 24
-MAX_LORA_BLOCKS = {8: 64, 16: 96}  # by height; other heights use all SMs
+# By height. Other heights use three quarters of the SMs.
+LORA_BLOCKS = {8: 96, 16: 96, 32: 96, 64: 96}
+LARGE_LORA_BLOCKS = {8: 32, 16: 132, 32: 132, 64: 200}
 
 # Pipeline stages that fill an SM's shared memory, by batch height. Two blocks of 128 rows do not fit.
 ONE_BLOCK_STAGES = {8: 11, 16: 11, 32: 9, 64: 8, 128: 6}

@@ -16,6 +16,8 @@ from lorax_server.kernels.quantized import BlockMatrix, float8_levels, is_same_t
 TILE, STEP, PART = 128, 128, 32  # columns and inputs per record, inputs per part
 SLAB = 64  # inputs per slab of activations
 NAN_BITS = 0x7F  # of 8-bit floats
+MAX_ZERO = 128  # larger zero points are not exact in bfloat16
+UNITS = {torch.bfloat16: 64.0, torch.float16: 512.0}  # integers are scaled by the inverse (see `UNIT` in CUDA)
 LEVEL_FACTORS = 512  # factors that are tried when levels are rounded to 16 bits
 
 
@@ -94,17 +96,36 @@ class PackedMatrix(StoredMatrix):
         # [rows, step, part, lane, 16 inputs, upper half, element] to the order of the inputs
         codes = codes.permute(0, 1, 2, 4, 5, 3, 6).flatten(1)
         values = self._decode(codes).unflatten(1, (self.records.shape[1], kind.groups, -1))
-        scales = self.records[..., num_bytes:].view(torch.float32 if kind.has_float_scales else torch.float16)
-        scales = scales.unflatten(2, (-1, 8, 8, kind.groups, 2))[tile, :, :, within // 16, within % 8]
-        scales = scales.gather(-1, half.view(-1, 1, 1, 1, 1).expand(*scales.shape[:-1], 1)).float()
-        weights: torch.Tensor = values * scales[:, :, 0]
-        if kind.has_offsets:
-            weights += scales[:, :, 1]
+        scales, *shifts = self._read_numbers(tile, within)
+        weights: torch.Tensor
+        if kind.shift == "zeros":
+            weights = (values + shifts[0] * UNITS[self.dtype]) * scales
+        else:
+            weights = values * scales
+            if shifts:
+                weights += shifts[0]
         return weights.flatten(1)[:, : self.inputs].to(self.dtype).view((*rows.shape, self.inputs))
 
+    def _read_numbers(self, tile: torch.Tensor, within: torch.Tensor) -> list[torch.Tensor]:
+        """Return the scales of rows, and their zero points or offsets, as float32 `[rows, step, group, 1]`."""
+        kind = self.format
+        scale_dtype = torch.float32 if kind.has_float_scales else torch.float16
+        dtypes = {"none": [scale_dtype], "zeros": [scale_dtype, self.dtype], "offsets": [scale_dtype, scale_dtype]}
+        half = (within // 8 % 2).view(-1, 1, 1, 1)
+        start, found = kind.weight_bytes, []
+        for dtype in dtypes[kind.shift]:
+            stop = start + TILE * kind.groups * dtype.itemsize
+            numbers = self.records[..., start:stop].contiguous().view(dtype).unflatten(2, (8, 8, kind.groups, 2))
+            numbers = numbers[tile, :, within // 16, within % 8]
+            found.append(numbers.gather(-1, half.expand(*numbers.shape[:-1], 1)).float())
+            start = stop
+        return found
+
     def _decode(self, codes: torch.Tensor) -> torch.Tensor:
+        if self.format.shift == "zeros":
+            return codes.float()
         if self.format.kind == "int4":
-            return codes.float() - (0 if self.format.has_offsets else 8)
+            return codes.float() - (8 if self.format.shift == "none" else 0)
         if self.format.kind == "int8":
             return codes.float() - 128
         if self.format.kind == "float8":
@@ -123,17 +144,15 @@ def pack(matrix: BlockMatrix, kernels: Kernels | None) -> PackedMatrix | None:
     levels = Levels((0,) * 8, 1.0)
     if found.kind == "levels4" and matrix.levels is not None:
         levels = round_levels(matrix.levels, matrix.dtype)
-    records = torch.cat(
-        [
-            _pack_values(matrix, found.kind),
-            *(
-                _pack_scales(scales, matrix, found)
-                for scales in (matrix.scales / levels.factor, matrix.offsets)
-                if scales is not None
-            ),
-        ],
-        dim=2,
-    )
+    scale_dtype = torch.float32 if found.has_float_scales else torch.float16
+    parts = [_pack_values(matrix, found), _pack_numbers((matrix.scales / levels.factor).to(scale_dtype), matrix, found)]
+    zeros = find_zeros(matrix)
+    if zeros is not None:
+        shifts = (zeros + (128 if found.kind == "int8" else 0)) / -UNITS[matrix.dtype]
+        parts.append(_pack_numbers(shifts.to(matrix.dtype), matrix, found))
+    elif matrix.offsets is not None:
+        parts.append(_pack_numbers(matrix.offsets.to(scale_dtype), matrix, found))
+    records = torch.cat(parts, dim=2)
     return PackedMatrix(records, found, levels.words, 0, *matrix.shape, matrix.dtype, kernels)
 
 
@@ -146,16 +165,28 @@ def find_format(matrix: BlockMatrix) -> PackedFormat | None:
         kind = f"int{matrix.bits}"
     elif matrix.bits == 4:
         kind = "levels4"
-    elif (
-        is_same_table(matrix.levels, float8_levels(matrix.device)) and not (matrix.values & NAN_BITS == NAN_BITS).any()
-    ):
+    elif is_same_table(matrix.levels, float8_levels(matrix.device)) and not _has_nan(matrix.values):
         kind = "float8"
     else:
         return None
-    scales = [matrix.scales] if matrix.offsets is None else [matrix.scales, matrix.offsets]
-    has_float_scales = kind == "levels4" or any(each.dtype != torch.float16 for each in scales)
+    shift = "none" if matrix.offsets is None else "offsets" if find_zeros(matrix) is None else "zeros"
+    numbers = [matrix.scales] if matrix.offsets is None or shift == "zeros" else [matrix.scales, matrix.offsets]
+    has_float_scales = kind == "levels4" or any(each.dtype != torch.float16 for each in numbers)
     groups = 1 if block == matrix.inputs else max(STEP // block, 1)
-    return PackedFormat(kind, groups, has_float_scales, matrix.offsets is not None)
+    return PackedFormat(kind, groups, has_float_scales, shift)
+
+
+def find_zeros(matrix: BlockMatrix) -> torch.Tensor | None:
+    """Return the zero points of a matrix with offsets `-zero * scale`, or None if the offsets have another form or the
+    kernels cannot represent the differences.
+    """
+    if matrix.offsets is None:
+        return None
+    scales, offsets = matrix.scales.float(), matrix.offsets.float()
+    zeros = torch.where(scales == 0, 0, (-offsets / scales).round())
+    if not torch.equal(-zeros * scales, offsets) or zeros.abs().max() > MAX_ZERO:
+        return None
+    return zeros
 
 
 def _has_nan(values: torch.Tensor) -> bool:
@@ -175,9 +206,9 @@ def round_levels(levels: torch.Tensor, dtype: torch.dtype) -> Levels:
     )
 
 
-def _pack_values(matrix: BlockMatrix, kind: str) -> torch.Tensor:
+def _pack_values(matrix: BlockMatrix, packed: PackedFormat) -> torch.Tensor:
     """Return the values as `[tiles, steps, bytes]`."""
-    codes = matrix.unpack()
+    codes, kind = matrix.unpack(), packed.kind
     if kind == "int4":
         codes = codes.view(torch.uint8) if matrix.offsets is not None else (codes + 8).view(torch.uint8)
     elif kind == "int8":
@@ -194,13 +225,12 @@ def _pack_values(matrix: BlockMatrix, kind: str) -> torch.Tensor:
     return codes[..., ::2] | codes[..., 1::2] << 4 if kind.endswith("4") else codes
 
 
-def _pack_scales(scales: torch.Tensor, matrix: BlockMatrix, kind: PackedFormat) -> torch.Tensor:
-    """Return scales or offsets as `[tiles, steps, bytes]`."""
+def _pack_numbers(numbers: torch.Tensor, matrix: BlockMatrix, packed: PackedFormat) -> torch.Tensor:
+    """Return scales, zero points or offsets `[rows, blocks]` as `[tiles, steps, bytes]`."""
     rows, inputs = matrix.shape
     steps = -(-inputs // STEP)
-    groups = torch.arange(steps * kind.groups, device=scales.device) * (STEP // kind.groups) // matrix.block
-    held = groups < scales.shape[1]
-    scales = scales[:, groups.clamp(max=scales.shape[1] - 1)] * held
-    scales = F.pad(scales.to(torch.float32 if kind.has_float_scales else torch.float16), (0, 0, 0, -rows % TILE))
-    scales = scales.view(len(scales) // TILE, 8, 2, 8, steps, kind.groups).permute(0, 4, 1, 3, 5, 2)
-    return scales.flatten(2).contiguous().view(torch.uint8)
+    groups = torch.arange(steps * packed.groups, device=numbers.device) * (STEP // packed.groups) // matrix.block
+    numbers = numbers[:, groups.clamp(max=numbers.shape[1] - 1)] * (groups < numbers.shape[1])
+    numbers = F.pad(numbers, (0, 0, 0, -rows % TILE))
+    numbers = numbers.view(len(numbers) // TILE, 8, 2, 8, steps, packed.groups).permute(0, 4, 1, 3, 5, 2)
+    return numbers.flatten(2).contiguous().view(torch.uint8)

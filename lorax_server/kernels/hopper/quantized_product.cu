@@ -35,50 +35,56 @@ DEVICE constexpr u32 twice(u32 number) { return number | number << 16; }
 // Formats. `convert` returns 16 columns x 32 inputs as MMA operands: registers 0 to 3 for the first 16 inputs. Converted values
 // times UNIT are the integers or levels.
 //
+// An offset is added to the scaled integers, a zero point is subtracted from the integers. Zero points are stored as
+// 16-bit floats, `-zero / UNIT`.
+enum class Shift { NONE, ZEROS, OFFSETS };
+
 // An integer in the low bits of a 16-bit word is a subnormal number, or has the smallest exponent. Multiplied by a power of
 // two, it becomes normal without rounding.
-template <class Number, bool OFFSETS>
+template <class Number, Shift SHIFT>
 struct Int4 {
   static constexpr int LANE_BYTES = 8, TABLE_BYTES = 0;
   static constexpr float UNIT = Number::is_bfloat16 ? 64 : 512;
   static constexpr u32 LOW = twice(Number::is_bfloat16 ? 0x7F00 : 0x7800), HIGH = twice(Number::is_bfloat16 ? 0x7D00 : 0x6800);  // 2^127 and 2^123, or 2^15 and 2^11
-  static constexpr u32 SHIFT = OFFSETS ? 0 : twice(Number::is_bfloat16 ? 0xBE00 : 0xA400);  // -8 / UNIT
-  static DEVICE void convert(u32* a, const u8* from, const u8*) {
+  static constexpr u32 EIGHT = SHIFT == Shift::OFFSETS ? 0 : twice(Number::is_bfloat16 ? 0xBE00 : 0xA400);  // -8 / UNIT
+  static DEVICE void convert(u32* a, const u8* from, const u8*, uint2 zeros) {
     const uint2 words = *(const uint2*)from;
     const u32 w[2] = {words.x, words.y};
+    const u32 shift0 = SHIFT == Shift::ZEROS ? zeros.x : EIGHT, shift1 = SHIFT == Shift::ZEROS ? zeros.y : EIGHT;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const u32 upper = w[i] >> 8;
-      a[i * 4] = multiply_add<Number>(w[i] & 0x000F000F, LOW, SHIFT);
-      a[i * 4 + 1] = multiply_add<Number>(w[i] & 0x00F000F0, HIGH, SHIFT);
-      a[i * 4 + 2] = multiply_add<Number>(upper & 0x000F000F, LOW, SHIFT);
-      a[i * 4 + 3] = multiply_add<Number>(upper & 0x00F000F0, HIGH, SHIFT);
+      a[i * 4] = multiply_add<Number>(w[i] & 0x000F000F, LOW, shift0);
+      a[i * 4 + 1] = multiply_add<Number>(w[i] & 0x00F000F0, HIGH, shift1);
+      a[i * 4 + 2] = multiply_add<Number>(upper & 0x000F000F, LOW, shift0);
+      a[i * 4 + 3] = multiply_add<Number>(upper & 0x00F000F0, HIGH, shift1);
     }
   }
 };
 
-template <class Number, bool OFFSETS>
+template <class Number, Shift SHIFT>
 struct Int8 {  // bytes are the integers plus 128
   static constexpr int LANE_BYTES = 16, TABLE_BYTES = 0;
   static constexpr float UNIT = Number::is_bfloat16 ? 64 : 512;
-  static constexpr u32 FACTOR = twice(Number::is_bfloat16 ? 0x7F00 : 0x7800), SHIFT = twice(Number::is_bfloat16 ? 0xC000 : 0xB400);  // -128 / UNIT
-  static DEVICE void convert(u32* a, const u8* from, const u8*) {
+  static constexpr u32 FACTOR = twice(Number::is_bfloat16 ? 0x7F00 : 0x7800), HALF = twice(Number::is_bfloat16 ? 0xC000 : 0xB400);  // -128 / UNIT
+  static DEVICE void convert(u32* a, const u8* from, const u8*, uint2 zeros) {
     const uint4 words = *(const uint4*)from;
     const u32 w[4] = {words.x, words.y, words.z, words.w};
+    const u32 shift0 = SHIFT == Shift::ZEROS ? zeros.x : HALF, shift1 = SHIFT == Shift::ZEROS ? zeros.y : HALF;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      a[i * 2] = multiply_add<Number>(w[i] & 0x00FF00FF, FACTOR, SHIFT);
-      a[i * 2 + 1] = multiply_add<Number>(w[i] >> 8 & 0x00FF00FF, FACTOR, SHIFT);
+      a[i * 2] = multiply_add<Number>(w[i] & 0x00FF00FF, FACTOR, shift0);
+      a[i * 2 + 1] = multiply_add<Number>(w[i] >> 8 & 0x00FF00FF, FACTOR, shift1);
     }
   }
 };
 
-template <class Number, bool OFFSETS>
+template <class Number, Shift SHIFT>
 struct Float8 {  // e4m3, without NaN
   static constexpr int LANE_BYTES = 16, TABLE_BYTES = 0;
   static constexpr float UNIT = 1;
   static constexpr u32 FACTOR = twice(Number::is_bfloat16 ? 0x7B80 : 0x5C00);  // 2^120 or 2^8
-  static DEVICE void convert(u32* a, const u8* from, const u8*) {
+  static DEVICE void convert(u32* a, const u8* from, const u8*, uint2) {
     const uint4 words = *(const uint4*)from;
     const u32 w[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
@@ -91,11 +97,11 @@ struct Float8 {  // e4m3, without NaN
   }
 };
 
-template <class Number, bool OFFSETS>
+template <class Number, Shift SHIFT>
 struct Levels4 {  // a table of all pairs of levels, one copy per lane, so that lanes never access the same bank
   static constexpr int LANE_BYTES = 8, TABLE_BYTES = 256 * 128;
   static constexpr float UNIT = 1;
-  static DEVICE void convert(u32* a, const u8* from, const u8* table) {
+  static DEVICE void convert(u32* a, const u8* from, const u8* table, uint2) {
     const uint2 words = *(const uint2*)from;
     const u32 w[2] = {words.x, words.y}, lane = (threadIdx.x & 31) * 4;
 #pragma unroll
@@ -118,14 +124,24 @@ DEVICE void write_table(u32* table, const QuantizedWeights& w) {
 }
 
 // The layout of a record.
-template <class Format, int GROUPS_, bool FLOAT_SCALES, bool OFFSETS_>
+template <class Format, int GROUPS_, bool FLOAT_SCALES, Shift SHIFT_>
 struct Record128 {
   static constexpr int GROUPS = GROUPS_;  // of inputs that share a scale
-  static constexpr bool OFFSETS = OFFSETS_;
+  static constexpr Shift SHIFT = SHIFT_;
+  static constexpr bool OFFSETS = SHIFT == Shift::OFFSETS;
   static constexpr int TILE_BYTES = PARTS * 32 * Format::LANE_BYTES, WEIGHT_BYTES = 8 * TILE_BYTES;
   static constexpr int PAIR_BYTES = FLOAT_SCALES ? 8 : 4, SCALE_BYTES = 64 * GROUPS * PAIR_BYTES;
-  static constexpr int BYTES = WEIGHT_BYTES + SCALE_BYTES * (OFFSETS ? 2 : 1);
-  static DEVICE const u8* weights(const u8* record, int tile, int part, int lane) { return record + tile * TILE_BYTES + (part * 32 + lane) * Format::LANE_BYTES; }
+  static constexpr int ZERO_BYTES = SHIFT == Shift::ZEROS ? 64 * GROUPS * 4 : 0;
+  static constexpr int BYTES = WEIGHT_BYTES + SCALE_BYTES * (OFFSETS ? 2 : 1) + ZERO_BYTES;
+  // Return operands of `Format::convert` for a part of 32 inputs.
+  static DEVICE void convert(u32* a, const u8* record, int tile, int part, int lane, const u8* table) {
+    uint2 zeros = {0, 0};
+    if constexpr (SHIFT == Shift::ZEROS) {
+      const u32 word = *(const u32*)(record + WEIGHT_BYTES + SCALE_BYTES + ((tile * 8 + lane / 4) * GROUPS + part * GROUPS / PARTS) * 4);
+      zeros = {__byte_perm(word, word, 0x1010), __byte_perm(word, word, 0x3232)};
+    }
+    Format::convert(a, record + tile * TILE_BYTES + (part * 32 + lane) * Format::LANE_BYTES, table, zeros);
+  }
   // Return the scales of this lane's columns. `kind` is 0 for scales and 1 for offsets.
   static DEVICE float2 scales(const u8* record, int tile, int group, int lane, int kind) {
     const u8* from = record + WEIGHT_BYTES + kind * SCALE_BYTES + ((tile * 8 + lane / 4) * GROUPS + group) * PAIR_BYTES;
@@ -207,7 +223,7 @@ struct QuantizedProduct : QuantizedPipeline<Number, Format, Record, ROWS, TILES,
           const int part32 = group * GROUP_PARTS + k;
           u32 a[TILES][8];
 #pragma unroll
-          for (int t = 0; t < TILES; t++) Format::convert(a[t], Record::weights(record + t * Record::BYTES, warp, part32, lane), table());
+          for (int t = 0; t < TILES; t++) Record::convert(a[t], record + t * Record::BYTES, warp, part32, lane, table());
 #pragma unroll
           for (int n = 0; n < BLOCKS; n++) {
             u32 b[4];
@@ -230,13 +246,13 @@ struct QuantizedProduct : QuantizedPipeline<Number, Format, Record, ROWS, TILES,
           const float2 scales = Record::scales(record + t * Record::BYTES, warp, group, lane, 0);
           float2 offsets = {0, 0};
           if constexpr (Record::OFFSETS) offsets = Record::scales(record + t * Record::BYTES, warp, group, lane, 1);
-          const float s0 = scales.x * Format::UNIT, s1 = scales.y * Format::UNIT;
+          const float o0 = offsets.x / Format::UNIT, o1 = offsets.y / Format::UNIT;
 #pragma unroll
           for (int n = 0; n < BLOCKS; n++)
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-              totals[t][n][e] += (e < 2 ? s0 : s1) * sums[t][n][e];
-              if constexpr (Record::OFFSETS) totals[t][n][e] += (e < 2 ? offsets.x : offsets.y) * x_sums[n][e];
+              totals[t][n][e] += (e < 2 ? scales.x : scales.y) * sums[t][n][e];
+              if constexpr (Record::OFFSETS) totals[t][n][e] += (e < 2 ? o0 : o1) * x_sums[n][e];
             }
         }
       }
@@ -249,7 +265,7 @@ struct QuantizedProduct : QuantizedPipeline<Number, Format, Record, ROWS, TILES,
 #pragma unroll
       for (int n = 0; n < BLOCKS; n++)
 #pragma unroll
-        for (int e = 0; e < 4; e++) part[(n * 8 + 2 * c + (e & 1)) * STRIDE + t * 128 + warp * 16 + g + (e >> 1) * 8] = totals[t][n][e];
+        for (int e = 0; e < 4; e++) part[(n * 8 + 2 * c + (e & 1)) * STRIDE + t * 128 + warp * 16 + g + (e >> 1) * 8] = totals[t][n][e] * Format::UNIT;
   }
 };
 
@@ -278,7 +294,7 @@ struct WideQuantizedProduct : QuantizedPipeline<Number, Format, Record, ROWS, 1,
   int warp, lane;
   DEVICE void convert(Unit& unit, const u8* record, int number) const {
 #pragma unroll
-    for (int k = 0; k < UNIT_PARTS; k++) Format::convert(unit.a + k * 8, Record::weights(record, warp, number * UNIT_PARTS + k, lane), table());
+    for (int k = 0; k < UNIT_PARTS; k++) Record::convert(unit.a + k * 8, record, warp, number * UNIT_PARTS + k, lane, table());
     unit.scales = Record::scales(record, warp, number * Record::GROUPS / UNITS, lane, 0);
     pin(unit.a);  // before the fence; otherwise ptxas runs one WGMMA at a time
   }
@@ -294,9 +310,8 @@ struct WideQuantizedProduct : QuantizedPipeline<Number, Format, Record, ROWS, 1,
     pin(sums);
   }
   static DEVICE void add(float (&totals)[ROWS / 2], const float (&sums)[ROWS / 2], float2 scales) {
-    const float s0 = scales.x * Format::UNIT, s1 = scales.y * Format::UNIT;
 #pragma unroll
-    for (int i = 0; i < ROWS / 2; i++) totals[i] += (i & 2 ? s1 : s0) * sums[i];
+    for (int i = 0; i < ROWS / 2; i++) totals[i] += (i & 2 ? scales.y : scales.x) * sums[i];
   }
   DEVICE void multiply(float* part, int steps) {
     constexpr int STRIDE = Base::COLUMNS + 4;
@@ -337,7 +352,7 @@ struct WideQuantizedProduct : QuantizedPipeline<Number, Format, Record, ROWS, 1,
     sync_threads<4, Base::WARPS * 32>();  // the ring is no longer read; its memory now holds the sums
     const int g = lane >> 2, c = lane & 3;
 #pragma unroll
-    for (int i = 0; i < ROWS / 2; i++) part[(i / 4 * 8 + 2 * c + (i & 1)) * STRIDE + warp * 16 + g + (i >> 1 & 1) * 8] = totals[i];
+    for (int i = 0; i < ROWS / 2; i++) part[(i / 4 * 8 + 2 * c + (i & 1)) * STRIDE + warp * 16 + g + (i >> 1 & 1) * 8] = totals[i] * Format::UNIT;
   }
 };
 #endif
@@ -364,7 +379,7 @@ DEVICE void dequantize(const DequantizeArgs& p) {
 #pragma unroll
   for (int part = 0; part < PARTS; part++) {
     u32 a[8];
-    Format::convert(a, Record128::weights(record, warp, part, lane), shared);
+    Record128::convert(a, record, warp, part, lane, shared);
     const int group = part * Record128::GROUPS / PARTS;
     const float2 scales = Record128::scales(record, warp, group, lane, 0);
     float2 offsets = {0, 0};

@@ -101,7 +101,7 @@ class PackedFormat:
     kind: str  # `int4`, `int8`, `float8` or `levels4`
     groups: int  # groups with a scale, in 128 inputs: 1, 2 or 4
     has_float_scales: bool  # float32 instead of float16
-    has_offsets: bool
+    shift: str  # `none`, `zeros` or `offsets`
 
     @property
     def weight_bytes(self) -> int:
@@ -110,8 +110,10 @@ class PackedFormat:
 
     @property
     def record_bytes(self) -> int:
-        scales = 128 * self.groups * (4 if self.has_float_scales else 2)
-        return self.weight_bytes + scales * (2 if self.has_offsets else 1)
+        numbers = 128 * self.groups
+        scales = numbers * (4 if self.has_float_scales else 2)
+        shifts = {"none": 0, "zeros": 2 * numbers, "offsets": scales}[self.shift]
+        return self.weight_bytes + scales + shifts
 
     @property
     def table_bytes(self) -> int:
@@ -119,10 +121,10 @@ class PackedFormat:
 
     def write_types(self, dtype: torch.dtype) -> str:
         """Return the template arguments that describe this format."""
-        offsets, floats = ("true" if value else "false" for value in (self.has_offsets, self.has_float_scales))
-        number = CUDA_TYPES[dtype]
-        unpacking = f"{self.kind.capitalize()}<{number}, {offsets}>"
-        return f"{number}, {unpacking}, Record128<{unpacking}, {self.groups}, {floats}, {offsets}>"
+        number, floats = CUDA_TYPES[dtype], "true" if self.has_float_scales else "false"
+        shift = f"Shift::{self.shift.upper()}"
+        unpacking = f"{self.kind.capitalize()}<{number}, {shift}>"
+        return f"{number}, {unpacking}, Record128<{unpacking}, {self.groups}, {floats}, {shift}>"
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,19 @@ def make_levels(weight: torch.Tensor, block: int) -> BlockMatrix:
     return replace(matrix, offsets=None, levels=NF4, scales=matrix.scales.float())
 
 
+def add_zeros(matrix: BlockMatrix) -> BlockMatrix:
+    """Add zero points, as GPTQ and AWQ have."""
+    generator = torch.Generator().manual_seed(2)
+    zeros = torch.randint(0, 17, matrix.scales.shape, generator=generator)
+    return replace(matrix, offsets=-zeros * matrix.scales.float())
+
+
 MATRICES = {
     "int4": lambda weight: quantize_blocks(weight, 4),
     "int4 in blocks of 64": lambda weight: quantize_blocks(weight, 4, 64),
     "int4 in blocks of 128 with offsets": lambda weight: add_offsets(quantize_blocks(weight, 4, 128)),
+    "int4 with zero points": lambda weight: add_zeros(quantize_blocks(weight, 4, 128)),
+    "int8 with zero points": lambda weight: add_zeros(quantize_blocks(weight, 8, 128)),
     "int8": lambda weight: quantize_blocks(weight, 8),
     "int8 with offsets": lambda weight: add_offsets(quantize_blocks(weight, 8)),
     "int8 per row": lambda weight: quantize_blocks(weight, 8, weight.shape[1]),
@@ -53,6 +62,7 @@ def test_packed_rows_equal_the_matrix(name: str, shape: tuple[int, int]) -> None
     packed = pack(matrix, None)
     assert packed is not None
     assert packed.shape == shape
+    assert packed.format.shift == ("zeros" if "zero" in name else "offsets" if "offsets" in name else "none")
     assert packed.records.shape[2] == packed.format.record_bytes
     expected, rows = matrix.read(), torch.arange(shape[0])
     if name == "nf4":  # levels are rounded before they are multiplied by the scale

@@ -22,11 +22,30 @@ def add_offsets(matrix: BlockMatrix) -> BlockMatrix:
     return replace(matrix, offsets=torch.rand_like(matrix.scales.float()) / 10)
 
 
+def add_zeros(matrix: BlockMatrix) -> BlockMatrix:
+    zeros = torch.randint(0, 17, matrix.scales.shape, device=matrix.device)
+    return replace(matrix, offsets=-zeros * matrix.scales.float())
+
+
+def make_levels(weight: torch.Tensor, count: int) -> BlockMatrix:
+    """Use random levels. The kernels round levels of 4 bits to 16 bits, so they are multiples of 1 / 64."""
+    matrix = add_zeros(quantize_blocks(weight, 4 if count == 16 else 8, 64))
+    levels = (torch.randn(count, device=weight.device) * 16).round() / 64
+    values = matrix.values.view(torch.uint8)
+    return replace(matrix, values=values, offsets=None, levels=levels, scales=matrix.scales.float())
+
+
 FORMATS = {
     "int4": lambda weight: quantize_blocks(weight, 4),
+    "int4 in blocks of 128": lambda weight: quantize_blocks(weight, 4, 128),
+    "int4 with zero points": lambda weight: add_zeros(quantize_blocks(weight, 4, 128)),
     "int8": lambda weight: quantize_blocks(weight, 8),
+    "int8 with zero points": lambda weight: add_zeros(quantize_blocks(weight, 8, 128)),
+    "int8 per row": lambda weight: quantize_blocks(weight, 8, weight.shape[1]),
     "offsets": lambda weight: add_offsets(quantize_blocks(weight, 4)),
     "fp8": lambda weight: quantize_float8(weight, 64),
+    "16 levels": lambda weight: make_levels(weight, 16),
+    "256 levels": lambda weight: make_levels(weight, 256),  # uses Triton
 }
 
 
