@@ -50,7 +50,7 @@ from lorax_server.structured_output.trials import TRIAL_TASK, GrammarTrials
 from lorax_server.text.adapter_tokenizers import AdapterTokenizers
 from lorax_server.text.generation_defaults import load_generation_defaults
 from lorax_server.text.prompt import Prompt, broadcast, encode_prompt, list_prompts
-from lorax_server.text.tokenizer import EncodedText, load_tokenizer
+from lorax_server.text.tokenizer import EncodedText, TextTokenizer, load_tokenizer
 from lorax_server.threads import completed_future, failed_future
 from lorax_server.types import (
     AdapterRef,
@@ -287,22 +287,21 @@ class LLM:
         adapter_ids, limit = broadcast(adapter, str, "adapters", len(texts)), self._engine.capabilities.max_length - 1
         progress = sys.stderr.isatty() and len(texts) > 1 if progress is None else progress
         bar, runs = tqdm(total=len(texts), unit="text", disable=not progress, dynamic_ncols=True), list[Generation]()
-        inputs: list[EncodedText] = []
         try:
-            for text, adapter_id, resolved in zip(
-                texts, adapter_ids, self._resolve_all(adapter_ids, "raise"), strict=True
-            ):
+            adapters = self._resolve_all(adapter_ids, "raise")
+            inputs = self._encode_all(texts, adapters, config, limit, truncate)
+            params, stop = SamplingParams(), StopParams(max_new_tokens=1)
+            for encoded, adapter_id, resolved in zip(inputs, adapter_ids, adapters, strict=True):
                 assert isinstance(resolved, ResolvedAdapter)
-                tokenizer = self._tokenizers.find(resolved)
-                if isinstance(text, str | tuple):
-                    (encoded,) = results.encode_inputs(tokenizer, [text], config, limit, truncate)
-                else:
-                    encoded = EncodedText(encode_prompt(tokenizer, text)[: limit if truncate else None])
-                    results.check_length(len(encoded.ids), limit)
-                inputs.append(encoded)
-                request = Request(next(self._ids), encoded.ids, SamplingParams(), StopParams(max_new_tokens=1))
-                request = replace(request, adapter_identity=resolved.identity, second_start=encoded.second_start)
-                runs.append(Generation(request, tokenizer.detokenizer))
+                request = Request(
+                    next(self._ids),
+                    encoded.ids,
+                    params,
+                    stop,
+                    adapter_identity=resolved.identity,
+                    second_start=encoded.second_start,
+                )
+                runs.append(Generation(request, self._tokenizers.find(resolved).detokenizer))
                 runs[-1].adapter_id = adapter_id
             for run in runs:
                 self._start(run, "raise")
@@ -312,6 +311,32 @@ class LLM:
             self._stop(runs)
         pooled = [run.completion.pooled for run in runs if run.completion.pooled is not None]
         return list(zip(inputs, pooled, strict=True))
+
+    def _encode_all(
+        self,
+        texts: Sequence[Any],
+        adapters: Sequence[ResolvedAdapter | LoraxError],
+        config: PoolingConfig,
+        limit: int,
+        truncate: bool,
+    ) -> list[EncodedText]:
+        """Encode texts, pairs of texts and token lists. Texts with the same tokenizer are encoded in one call, which
+        uses all cores.
+        """
+        found: dict[int, EncodedText] = {}
+        groups: dict[TextTokenizer, list[int]] = {}
+        for index, (text, resolved) in enumerate(zip(texts, adapters, strict=True)):
+            assert isinstance(resolved, ResolvedAdapter)
+            tokenizer = self._tokenizers.find(resolved)
+            if isinstance(text, str | tuple):
+                groups.setdefault(tokenizer, []).append(index)
+            else:
+                found[index] = EncodedText(encode_prompt(tokenizer, text)[: limit if truncate else None])
+                results.check_length(len(found[index].ids), limit)
+        for tokenizer, indices in groups.items():
+            encoded = results.encode_inputs(tokenizer, [texts[index] for index in indices], config, limit, truncate)
+            found |= zip(indices, encoded, strict=True)
+        return [found[index] for index in range(len(texts))]
 
     # --- Adapters -----------------------------------------------------------------------------------------------------
 

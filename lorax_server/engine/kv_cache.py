@@ -14,7 +14,7 @@ class KvCache:
 
     def __init__(self, pool: BlockPool, can_reuse: bool) -> None:
         self._pool = pool
-        self._can_reuse = can_reuse
+        self.can_reuse = can_reuse
 
     @property
     def block_size(self) -> int:
@@ -35,7 +35,7 @@ class KvCache:
         requested, no blocks are reused.
         """
         block_size, num_blocks = self._pool.block_size, 0
-        if self._can_reuse and sequence.prompt_logprobs is None:
+        if self.can_reuse and sequence.prompt_logprobs is None:
             num_blocks = (len(sequence.token_ids) - 1) // block_size
         sequence.blocks = self._pool.reuse(sequence.block_hashes(block_size)[:num_blocks])
         sequence.num_published = len(sequence.blocks)
@@ -45,7 +45,7 @@ class KvCache:
         """Return how many additional blocks a sequence can reuse when `leader` has computed them. Return 0 if they
         have fewer than `MIN_SHARED_TOKENS` tokens.
         """
-        if not self._can_reuse or sequence.prompt_logprobs is not None or leader.is_mixed:
+        if not self.can_reuse or sequence.prompt_logprobs is not None or leader.is_mixed:
             return 0
         first, last = len(sequence.blocks), (len(sequence.token_ids) - 1) // self.block_size
         # Published blocks that are not in the pool were copies of other blocks, or have been evicted.

@@ -413,6 +413,8 @@ class Scheduler:
 
         Only sequences of the same tenant are considered, so that tenants do not wait for each other.
         """
+        if not self._cache.can_reuse:
+            return None
         assert self._decode_batch is not None
         first = len(sequence.blocks)
         for leader in builder.sequences[len(self._decode_batch.added) :]:  # without decoding sequences

@@ -1,25 +1,52 @@
 """Attention over whole sequences without a KV cache. It uses torch's fused attention on all devices."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 
 from lorax_server.kernels.ops import AttentionSpec
 
+MAX_FLASH_HEAD_DIM = 256
 QUERY_CHUNK = 512  # queries per call if scores need a mask, which limits the mask's memory
 
 
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int], spec: AttentionSpec
 ) -> torch.Tensor:
-    """Return attention outputs, one sequence at a time, so that results do not depend on the batch."""
+    """Return attention outputs. Results do not depend on the batch: sequences are independent in the variable-length
+    kernel, and computed one at a time otherwise.
+    """
+    if _can_use_flash_attention(q, spec):
+        return _attend_all(q, k, v, lengths, spec)
     out, start = torch.empty_like(q, memory_format=torch.contiguous_format), 0
     for length in lengths:
         tokens = slice(start, start + length)
         queries, keys, values = (x[tokens].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         out[tokens] = _attend_one(queries, keys, values, spec)[0].transpose(0, 1)
         start += length
+    return out
+
+
+def _can_use_flash_attention(q: torch.Tensor, spec: AttentionSpec) -> bool:
+    is_supported = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
+    is_plain = spec.slopes is None and spec.position_bias is None
+    return is_supported and is_plain and len(q) > 0 and q.shape[2] % 8 == 0 and q.shape[2] <= MAX_FLASH_HEAD_DIM
+
+
+def _attend_all(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int], spec: AttentionSpec
+) -> torch.Tensor:
+    """Return attention outputs for all sequences in one launch of torch's flash attention."""
+    bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(q.device)
+    longest = max(lengths)
+    reach = spec.window_or_max - 1 if spec.window_or_max < longest else -1  # -1: no limit
+    out: torch.Tensor
+    out, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, bounds, bounds, longest, longest, 0.0, spec.is_causal, False,
+        scale=spec.scale, window_size_left=reach, window_size_right=0 if spec.is_causal else reach,
+    )  # fmt: skip
     return out
 
 

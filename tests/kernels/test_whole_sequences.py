@@ -52,3 +52,22 @@ def test_each_attention_setting_changes_result(other: AttentionSpec) -> None:
     q, k, v = (torch.randn(40, HEADS, HEAD_DIM) for _ in range(3))
     first, second = (whole_sequences.attend(q, k, v, [40], spec) for spec in (SPECS["bidirectional"], other))
     assert (first - second).abs().max() > 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kv_heads", [HEADS, 2])
+@pytest.mark.parametrize("name", SPECS)
+def test_gpu_attention_matches_reference(name: str, kv_heads: int, dtype: torch.dtype) -> None:
+    lengths, spec, device = [1, 70, 300, 3, 129], SPECS[name], torch.device("cuda", 0)
+    bias = None if spec.position_bias is None else torch.randn(HEADS, 2 * 512 + 1, device=device)
+    slopes = None if spec.slopes is None else spec.slopes.to(device)
+    spec = replace(spec, position_bias=bias, slopes=slopes)
+    heads = torch.randn(sum(lengths), HEADS + 2 * kv_heads, 64, device=device).to(dtype)
+    q, k, v = heads.split([HEADS, kv_heads, kv_heads], dim=1)
+    expected = reference.attend_sequences(q.float(), k.float(), v.float(), None, lengths, spec)
+    ops = select_ops(device)
+    got = ops.attend_sequences(q, k, v, None, lengths, spec)
+    assert (got.float() - expected).abs().max() < (1e-3 if dtype == torch.float32 else 0.03)
+    alone = ops.attend_sequences(q[71:371], k[71:371], v[71:371], None, [300], spec)
+    assert torch.equal(alone, got[71:371])

@@ -211,7 +211,8 @@ class FusedLinear:
         variant = self._quantized_variant(matrix.format, height, setting, lora is not None)
         out = torch.empty(len(x), outputs, dtype=self.dtype, device=self.device)
         args = self._make_fused_args(out, x, weights, lora, targets, variant.ring_bytes)
-        args.lora_blocks, args.early = setting.lora_blocks, setting.early
+        args.lora_blocks = setting.lora_blocks
+        args.early = setting.early if lora is None else setting.early_with_lora
         args.steps = math.ceil(math.ceil(inputs / STEP_INPUTS) / setting.cluster)
         blocks = -(-outputs // variant.columns) * setting.cluster
         self._launch(variant, blocks, matrix.argument, slabs_map(x, height), args)

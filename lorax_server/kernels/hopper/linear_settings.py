@@ -60,7 +60,8 @@ class QuantizedLaunchSetting(NamedTuple):
     stages: int  # pipeline stages
     cluster: int  # blocks per cluster, which share columns
     lora_blocks: int  # number of blocks that compute LoRA
-    early: int  # overlap with adjacent kernels (see `LinearArgs.early` in lora.cu)
+    early_with_lora: int  # overlap with adjacent kernels (see `LinearArgs.early` in lora.cu)
+    early: int
 
 
 def find_quantized_setting(
@@ -69,9 +70,11 @@ def find_quantized_setting(
     """Return settings for a quantized layer, by rules that were measured on an H200."""
     num_tiles = -(-outputs // COLUMNS)
     is_wide = height >= WGMMA_HEIGHT and packed.shift != "offsets"
-    shapes = [(2, 2), (1, 2), (1, 1)]  # tiles or buffers, and blocks per SM
-    if height > WGMMA_HEIGHT or (not is_wide and num_tiles % 2):
-        shapes = shapes[1:] if height == 2 * WGMMA_HEIGHT or height <= WGMMA_HEIGHT else shapes[2:]
+    shapes = [(2, 2), (1, 2), (1, 1)]  # tiles or buffers, and blocks per SM, in the order of preference
+    if height > 2 * WGMMA_HEIGHT:
+        shapes = shapes[2:]
+    elif height == 2 * WGMMA_HEIGHT or (not is_wide and num_tiles % 2):
+        shapes = shapes[1:]
     for tiles, blocks_per_sm in shapes:
         columns = 1 if is_wide else tiles
         stage_bytes = columns * packed.record_bytes + height * STEP_INPUTS * 2 + 16
@@ -87,7 +90,7 @@ def find_quantized_setting(
     is_large = blocks > num_sms * 3 // 4  # nearly all SMs compute the product
     lora_blocks = (LARGE_LORA_BLOCKS if is_large else LORA_BLOCKS).get(height, num_sms * 3 // 4)
     lora_blocks = min(lora_blocks, num_sms * blocks_per_sm) // cluster * cluster
-    return QuantizedLaunchSetting(is_wide, tiles, stages, cluster, lora_blocks, 3)
+    return QuantizedLaunchSetting(is_wide, tiles, stages, cluster, lora_blocks, 3, 1)
 
 
 COLUMNS = 128  # per tile
