@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 RANK_READY_TIMEOUT_S = 60.0  # maximum time to prepare an adapter that is ready on rank 0
 MAX_REPACKINGS = 16  # layouts of adapters that are passed as tensors
-HOST_COPY_BYTES = 4 * 2**20  # chunk size for copies to the host
 MAX_PAUSE_S = 0.02  # maximum pause while the engine thread is busy
 
 
@@ -143,15 +142,15 @@ class Preparer:
 
         Steps can use the adapter before this copy, and loading it to the adapter memory does not wait for this copy.
         """
-        host, pause = self._ready.get(spec.identity), partial(self._is_resumed.wait, MAX_PAUSE_S)
+        host = self._ready.get(spec.identity)
         if host is not None and not is_host(host.buffer.device):
-            moved = replace(host, buffer=_copy_to_host(host.buffer, pause))
+            moved = replace(host, buffer=host.buffer.cpu())
             with self._added:
                 if spec.identity in self._ready:  # not dropped since
                     self._ready[spec.identity] = moved
         for part in spec.checkpoints:
             if part.tensors is not None:
-                _move_tensors_to_host(part.tensors, pause)
+                _move_tensors_to_host(part.tensors, partial(self._is_resumed.wait, MAX_PAUSE_S))
 
     def _repack(self, spec: AdapterSpec, pause: Callable[[], object]) -> HostAdapter | None:
         """Pack an adapter that is passed as tensors into the layout of its previous version, if both have the same
@@ -222,17 +221,8 @@ def _move_tensors_to_host(tensors: dict[str, torch.Tensor], pause: Callable[[], 
     """Replace tensors on a GPU with copies on the CPU."""
     for key, tensor in tensors.items():
         if not is_host(tensor.device):
-            tensors[key] = _copy_to_host(tensor.view(-1), pause).view(tensor.shape)
-
-
-def _copy_to_host(tensor: torch.Tensor, pause: Callable[[], object]) -> torch.Tensor:
-    """Copy a flat tensor in chunks, so that each copy delays a decode step by at most a millisecond."""
-    copied = torch.empty(tensor.shape, dtype=tensor.dtype)
-    count = HOST_COPY_BYTES // tensor.itemsize
-    for source, target in zip(tensor.split(count), copied.split(count), strict=True):
-        pause()
-        target.copy_(source)
-    return copied
+            pause()
+            tensors[key] = tensor.cpu()
 
 
 def _make_unexpected_error(spec: AdapterSpec, error: Exception) -> AdapterError:

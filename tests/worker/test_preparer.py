@@ -167,7 +167,6 @@ def test_next_version_of_tensors_is_repacked(
 ) -> None:
     if on_gpu:  # adapters are moved to the host after the preparation
         monkeypatch.setattr(preparer_module, "is_host", lambda _: False)
-        monkeypatch.setattr(preparer_module, "HOST_COPY_BYTES", 1000)
     names = list[str]()
 
     def record(adapter: AdapterWeights, *arguments: Any) -> HostAdapter:
