@@ -1,5 +1,4 @@
-"""Measure `LLM.update_adapter` while sequences with this adapter decode. An update before the measurement determines
-the layout of the adapter, which later updates reuse.
+"""Measure `LLM.update_adapter` while eight sequences with this adapter decode.
 
 The latency is the time from the call to the end of the first step that uses the new weights. Unfinished requests move
 to the new weights. The largest gap between two steps during an update is compared with the median step.
@@ -32,15 +31,12 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--large", action="store_true", help="8B model, for a GPU (default: 135M)")
     parser.add_argument("--sequences", type=int, default=8, help="decoding sequences (default: 8)")
-    parser.add_argument("--gpu-tensors", action="store_true", help="pass tensors on the GPU")
     args = parser.parse_args()
     shape = TINY if args.tiny else LLAMA_8B if args.large else SHAPE_135M
     with scratch_folder() as scratch:
         folder = args.folder or scratch
         make_files(folder, shape, plain_adapters(2))
         weights = [load_file(folder / "adapters" / one.name / "adapter_model.safetensors") for one in plain_adapters(2)]
-        if args.gpu_tensors:
-            weights = [{key: tensor.cuda() for key, tensor in each.items()} for each in weights]
         with LLM(folder / "model", folder / "adapters", max_num_seqs=max(8, args.sequences)) as llm:
             records = measure(Bench(llm, StepClock(llm), shape, folder), weights, args)
     report(records, args.json)
@@ -50,7 +46,6 @@ def measure(bench: Bench, weights: list[Tensors], args: argparse.Namespace) -> l
     llm, marks = bench.llm, bench.clock.marks
     prompts = bench.draw_prompts(args.sequences, 16, seed=0)
     bench.generate(prompts, 4, [ADAPTER] * len(prompts))
-    llm.update_adapter(ADAPTER, weights[1])
     latencies, gaps = list[float](), list[float]()
     with ThreadPoolExecutor(1) as threads:
         running = threads.submit(bench.generate, prompts, NUM_TOKENS, [ADAPTER] * len(prompts))

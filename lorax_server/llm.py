@@ -119,7 +119,6 @@ class LLM:
         self._lock = threading.Lock()  # guards the fields below
         uses: dict[str, Any] = {"task": task, "pooling": pooling, "embedding_dim": embedding_dim}
         config = EngineConfig(ModelConfig(path, dtype=dtype, device=device, quantize=quantize, **uses), **settings)
-        self._gpu = _find_gpu(config)
         self._pooling = read_pooling(config.model)  # None if the model generates text
         self._open_engine: Engine | None = build_engine(config, phases=phases)
         self.start_seconds: Mapping[str, float] = phases.seconds  # startup time by phase
@@ -353,8 +352,7 @@ class LLM:
     ) -> None:
         """Replace an adapter's weights. Requests that start after this call use the new weights.
 
-        `tensors` has the same names as `adapter_model.safetensors`, and is copied. Tensors on the model's GPU are not
-        copied to the host first, starting with the adapter's second update. `config` is a PEFT config or a
+        `tensors` has the same names as `adapter_model.safetensors`, and is copied. `config` is a PEFT config or a
         mapping as in `adapter_config.json`; None keeps the current config. With `running="finish"`, unfinished requests
         keep the old weights. With `running="move"`, their next step uses the new weights with the existing KV cache.
         After an error, the old weights stay in use.
@@ -380,7 +378,7 @@ class LLM:
             )
         parsed = parse_peft_config(config, adapter_id) if before is None else before.checkpoints[0].config
         check_base_model(parsed, capabilities.model_type, capabilities.model_class, None, capabilities.task)
-        spec = copy_to_spec(adapter_id, tensors, parsed, capabilities.max_inputs, self._gpu)
+        spec = copy_to_spec(adapter_id, tensors, parsed, capabilities.max_inputs)
         try:
             with self._lock_engine():
                 self._engine.register(spec)
@@ -582,14 +580,6 @@ class LLM:
         while not future.done():
             self._step()
         return future.result()
-
-
-def _find_gpu(config: EngineConfig) -> torch.device | None:
-    """Return the GPU that runs the model in this process, or None for CPUs and several GPUs."""
-    device = torch.device(config.model.device)
-    if device.type != "cuda" or config.tensor_parallel > 1:
-        return None
-    return torch.empty(0, device=device).device  # with its index
 
 
 @contextmanager

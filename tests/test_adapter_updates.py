@@ -104,34 +104,6 @@ def test_caller_may_change_tensors_after_update(versions: Versions, llm: LLM) ->
     assert generate(llm) == versions.expected[1]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_tensors_on_the_gpu_equal_tensors_on_the_cpu(dtype: torch.dtype, versions: Versions) -> None:
-    """The second update stays on the GPU. Later, the adapter is loaded from host memory."""
-    tensors = [{name: tensor.to(dtype) for name, tensor in version.items()} for version in versions.tensors]
-    settings = {**SMALL, "device": "cuda", "adapter_bytes": 2**20}
-    found: dict[str, list[list[int]]] = {}
-    for device in ("cpu", "cuda"):
-        with LLM(versions.model, versions.root, **settings) as llm:
-            found[device] = []
-            for number in (1, 2, 3):
-                given = {name: tensor.to(device, copy=True) for name, tensor in tensors[number].items()}
-                llm.update_adapter("poet", given)
-                for tensor in given.values():
-                    tensor.fill_(7.0)
-                found[device].append(generate(llm))
-            preparer: Any = llm._engine._executor.preparer  # type: ignore[attr-defined]
-            part = llm._updates["poet"].spec.checkpoints[0]
-            until = time.monotonic() + 60
-            while not all(each.is_cpu for each in (*part.tensors.values(), preparer.get(part.identity).buffer)):
-                assert time.monotonic() < until, "the adapter is not copied to the host"
-                time.sleep(0.01)
-            llm.unload_adapter("poet")
-            found[device].append(generate(llm))
-            assert found[device][-1] == found[device][-2]
-    assert found["cuda"] == found["cpu"]
-
-
 @pytest.mark.parametrize("num_before", [1, 5])
 def test_running_request_finishes_on_old_weights(versions: Versions, llm: LLM, num_before: int) -> None:
     stream = llm.stream(PROMPT, stop=STOP, adapter="poet")

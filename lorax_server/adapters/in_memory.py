@@ -24,38 +24,16 @@ def parse_peft_config(config: Any, name: str) -> AdapterConfig:
         raise AdapterError(f"adapter {name!r}: config cannot be read: {error}") from error
 
 
-def copy_to_spec(
-    name: str,
-    tensors: Mapping[str, torch.Tensor],
-    config: AdapterConfig,
-    max_inputs: int,
-    device: torch.device | None = None,
-) -> AdapterSpec:
-    """Copy an adapter's tensors, and return a spec with a new identity.
+def copy_to_spec(name: str, tensors: Mapping[str, torch.Tensor], config: AdapterConfig, max_inputs: int) -> AdapterSpec:
+    """Copy an adapter's tensors to the CPU, and return a spec with a new identity.
 
-    The tensors are copied, because the caller may change them later. If all tensors are on the GPU `device`, the copies
-    stay there until the adapter is prepared; otherwise they are on the CPU. The tensors are not hashed, so each copy
-    has its own identity.
+    The tensors are copied, because the caller may change them later. The tensors are not hashed, so each copy has
+    its own identity.
     """
     if not tensors:
         raise AdapterError(f"adapter {name!r}: `tensors` is empty")
-    given = {key: torch.as_tensor(each).detach() for key, each in tensors.items()}
-    copies = _copy_on_gpu(given, device)
-    if copies is None:
-        copies = {key: each.to("cpu", copy=True).contiguous() for key, each in given.items()}
+    copies = {key: torch.as_tensor(each).detach().to("cpu", copy=True).contiguous() for key, each in tensors.items()}
     num_elements = count_elements(config, describe_tensors(copies, name), max_inputs)
     identity = uuid.uuid4().hex
     checkpoint = AdapterCheckpoint(Path(), config, (), identity, tensors=copies)
     return AdapterSpec(identity, name, (checkpoint,), num_elements)
-
-
-def _copy_on_gpu(tensors: Mapping[str, torch.Tensor], device: torch.device | None) -> dict[str, torch.Tensor] | None:
-    """Copy tensors on their GPU. Return None if some are on another device, or if too little memory is free."""
-    if device is None or any(not each.is_cuda or each.device != device for each in tensors.values()):
-        return None
-    try:
-        copies = {key: each.clone(memory_format=torch.contiguous_format) for key, each in tensors.items()}
-    except torch.OutOfMemoryError:
-        return None
-    torch.cuda.current_stream(device).synchronize()  # the adapter is prepared on another stream
-    return copies

@@ -1,5 +1,6 @@
 """The descriptions of adapters that the engine sends to the workers."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,8 @@ class AdapterCheckpoint:
     stamp: Stamp  # the weights file's stamp when the identity was computed
     identity: str = ""
     is_settled: bool = True  # if False, the file may have changed without a new stamp
-    # Tensors instead of the weights file in `folder`. Engine modules do not import torch. Tensors on a GPU are replaced
-    # with tensors on the CPU after the adapter is prepared.
-    tensors: dict[str, Any] | None = field(default=None, compare=False, repr=False)
+    # Tensors on the CPU, instead of the weights file in `folder`. Engine modules do not import torch.
+    tensors: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""Copies adapters from pageable host memory to a GPU while steps run, or from other memory of the same GPU.
+"""Copies adapters from pageable host memory to a GPU while steps run.
 
-Asynchronous copies from the host need pinned memory. Pinning is slow and blocks other driver calls, so a few staging
-buffers are pinned at startup and all copies from the host go through them in chunks.
+Asynchronous copies need pinned memory. Pinning is slow and blocks other driver calls, so a few staging buffers are
+pinned at startup and all copies go through them in chunks.
 """
 
 import threading
@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from lorax_server.errors import EngineError
-from lorax_server.kernels.device import is_host
 
 NUM_BUFFERS, BUFFER_BYTES = 4, 8 * 2**20
 COPIER_CHECK_INTERVAL_S = 0.1  # interval at which a waiting thread checks for a copier failure
@@ -130,9 +129,6 @@ class Copier:
 
     def _run_task(self, task: _Task) -> None:
         """Copy an adapter. The next chunk is staged while previous chunks are copied to the device."""
-        if not is_host(task.source.device):
-            self._finish(task, self._copy_stream.copy(task.target, task.source))
-            return
         source, target = task.source.view(torch.uint8), task.target.view(torch.uint8)
         staged = source.numpy()
         copied_event: torch.cuda.Event | None = None
@@ -145,11 +141,6 @@ class Copier:
             np.copyto(buffer.bytes[:count], staged[piece])  # releases the GIL
             copied_event = buffer.copied_event = self._copy_stream.copy(target[piece], buffer.pinned[:count])
         assert copied_event is not None, "nothing to copy"
-        self._finish(task, copied_event)
-
-    @staticmethod
-    def _finish(task: _Task, copied_event: torch.cuda.Event) -> None:
-        """Publish the event after a task's last copy, and wait for it."""
         task.copy_handle.end = copied_event
         task.copy_handle.is_submitted.set()
         copied_event.synchronize()

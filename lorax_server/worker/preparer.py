@@ -5,7 +5,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from copy import copy
-from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 
@@ -13,19 +12,17 @@ import torch
 
 from lorax_server.adapters.host import HostAdapter, check_ranks, prepare
 from lorax_server.adapters.merge import MergedAdapter
-from lorax_server.adapters.repacking import Repacking
 from lorax_server.adapters.spec import AdapterSpec
 from lorax_server.adapters.target import AdapterTarget
 from lorax_server.adapters.weights import AdapterWeights, ModuleWeights, StoredAdapter
 from lorax_server.distributed import ProcessGroup
 from lorax_server.errors import AdapterError, EngineError, LoraxError
-from lorax_server.kernels.device import is_host, make_stream, use_stream
+from lorax_server.kernels.device import make_stream, use_stream
 from lorax_server.plan import PrepareResult
 
 logger = logging.getLogger(__name__)
 
 RANK_READY_TIMEOUT_S = 60.0  # maximum time to prepare an adapter that is ready on rank 0
-MAX_REPACKINGS = 16  # layouts of adapters that are passed as tensors
 MAX_PAUSE_S = 0.02  # maximum pause while the engine thread is busy
 
 
@@ -56,7 +53,6 @@ class Preparer:
         self._stream = None if weight is None else make_stream(weight.device)
         self._failure: Exception | None = None  # the preparer stops after a failure
         self._ready: dict[str, HostAdapter] = {}
-        self._repackings: dict[str, Repacking] = {}  # by adapter name, most recently added last
         self._added = threading.Condition()  # notified when `_ready` grows
         self._is_closed = False
         self._is_resumed = threading.Event()
@@ -109,20 +105,12 @@ class Preparer:
                 if isinstance(task, AdapterSpec):
                     self._results.append(self._prepare(task))
                     self.notify()
-                    try:
-                        self._move_to_host(task)
-                    except Exception as error:  # the adapter stays on the GPU
-                        logger.error("adapter %r cannot be copied to host memory", task.name, exc_info=error)
                 del task  # the last reference to a dropped adapter
 
     def _prepare(self, spec: AdapterSpec) -> PrepareResult:
         try:
             pause = partial(self._is_resumed.wait, MAX_PAUSE_S)
-            host = self._repack(spec, pause)
-            if host is None:
-                opened = self._open(spec)
-                host = prepare(opened, self._targets, self._dtype, self._group, pause, self._after_kv)
-                self._add_repacking(spec, opened, host)
+            host = prepare(self._open(spec), self._targets, self._dtype, self._group, pause, self._after_kv)
             if self._stream is not None:
                 self._stream.synchronize()
         except LoraxError as error:
@@ -136,46 +124,6 @@ class Preparer:
             self._added.notify_all()
         sizes = host.units, host.buffer.nbytes, host.vocab_size
         return PrepareResult(spec.identity, *sizes, changes_kv=host.changes_kv)
-
-    def _move_to_host(self, spec: AdapterSpec) -> None:
-        """Copy an adapter that was prepared on a GPU to host memory, and free its memory on the GPU.
-
-        Steps can use the adapter before this copy, and loading it to the adapter memory does not wait for this copy.
-        """
-        host = self._ready.get(spec.identity)
-        if host is not None and not is_host(host.buffer.device):
-            moved = replace(host, buffer=host.buffer.cpu())
-            with self._added:
-                if spec.identity in self._ready:  # not dropped since
-                    self._ready[spec.identity] = moved
-        for part in spec.checkpoints:
-            if part.tensors is not None:
-                _move_tensors_to_host(part.tensors, partial(self._is_resumed.wait, MAX_PAUSE_S))
-
-    def _repack(self, spec: AdapterSpec, pause: Callable[[], object]) -> HostAdapter | None:
-        """Pack an adapter that is passed as tensors into the layout of its previous version, if both have the same
-        config and shapes. Otherwise, or if its values are not finite, return None.
-        """
-        tensors, known = spec.checkpoints[0].tensors, self._repackings.get(spec.name)
-        if spec.merge is not None or tensors is None or known is None:
-            return None
-        if not known.fits(spec.checkpoints[0].config, tensors):
-            return None
-        try:
-            return known.pack(tensors, pause)
-        except torch.OutOfMemoryError:
-            return None
-
-    def _add_repacking(self, spec: AdapterSpec, adapter: AdapterWeights, host: HostAdapter) -> None:
-        """Remember the layout of an adapter that is passed as tensors, for its next version."""
-        tensors = spec.checkpoints[0].tensors
-        if tensors is None or not isinstance(adapter, StoredAdapter) or self._group.size() > 1:
-            return
-        self._repackings.pop(spec.name, None)
-        if (repacking := Repacking.find(adapter, tensors, self._targets, host)) is not None:
-            self._repackings[spec.name] = repacking
-        if len(self._repackings) > MAX_REPACKINGS:
-            del self._repackings[next(iter(self._repackings))]
 
     def _open(self, spec: AdapterSpec) -> AdapterWeights:
         """Open and return an adapter. If one rank cannot read it, raise on all ranks."""
@@ -197,9 +145,6 @@ class Preparer:
         return adapter
 
     def _read(self, spec: AdapterSpec) -> AdapterWeights:
-        for part in spec.checkpoints:
-            if part.tensors is not None:
-                _move_tensors_to_host(part.tensors)
         stored = [
             StoredAdapter(part.folder, part.config, self._targets, part.stamp, part.tensors)
             for part in spec.checkpoints
@@ -215,14 +160,6 @@ class Preparer:
             if stored[i].compute_identity() != spec.checkpoints[i].identity:
                 raise AdapterError(f"adapter {stored[i].name!r}: files changed during loading; retry the request")
         return in_memory
-
-
-def _move_tensors_to_host(tensors: dict[str, torch.Tensor], pause: Callable[[], object] = lambda: None) -> None:
-    """Replace tensors on a GPU with copies on the CPU."""
-    for key, tensor in tensors.items():
-        if not is_host(tensor.device):
-            pause()
-            tensors[key] = tensor.cpu()
 
 
 def _make_unexpected_error(spec: AdapterSpec, error: Exception) -> AdapterError:

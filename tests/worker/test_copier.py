@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from lorax_server.errors import EngineError
-from lorax_server.worker import copier as copier_module
 from lorax_server.worker.copier import Copier, CopyStream
 from tests.worker.fake_copy_stream import FakeCopyStream
 
@@ -56,19 +55,6 @@ def test_copy_is_chunked_and_complete(count: int, pieces: list[int], num_buffers
     assert target[0] == target[-1] == 0
     assert lane.sizes == pieces
     assert lane.num_pinned == 1
-
-
-def test_copy_from_the_same_device_is_not_staged(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copier_module, "is_host", lambda _: False)
-    lane = FakeCopyStream(is_free=False)
-    copier, source, target = make(lane, 2, 64), draw(200, 1), torch.zeros(200, dtype=torch.bfloat16)
-    copy_handle = copier.start(target, source)
-    lane.wait_for_started(1)
-    assert not copy_handle.is_done
-    lane.finish(1)
-    wait_until(lambda: copy_handle.is_done)
-    assert torch.equal(target, source)
-    assert lane.sizes == [200]  # elements
 
 
 @pytest.mark.parametrize("num_buffers", [1, 2, 4])

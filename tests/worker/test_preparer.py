@@ -149,50 +149,6 @@ def test_ready_adapter_equals_direct_preparation(
     assert preparer.pop_results() == []
 
 
-def make_tensor_spec(folder: Path, identity: str, scale: float) -> AdapterSpec:
-    """Return an adapter that is passed as tensors: the tensors in a folder, multiplied by `scale`."""
-    config = parse_config(json.loads((folder / CONFIG_FILE).read_text()), folder.name)
-    tensors = {key: tensor * scale for key, tensor in load_file(folder / WEIGHTS_FILE).items()}
-    part = AdapterCheckpoint(Path(), config, (), identity, tensors=tensors)
-    return AdapterSpec(identity, folder.name, (part,), 1)
-
-
-@pytest.mark.parametrize("on_gpu", [False, True])
-def test_next_version_of_tensors_is_repacked(
-    on_gpu: bool,
-    preparer: Preparer,
-    targets: dict[str, AdapterTarget],
-    originals: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    if on_gpu:  # adapters are moved to the host after the preparation
-        monkeypatch.setattr(preparer_module, "is_host", lambda _: False)
-    names = list[str]()
-
-    def record(adapter: AdapterWeights, *arguments: Any) -> HostAdapter:
-        names.append(adapter.name)
-        return prepare(adapter, *arguments)
-
-    monkeypatch.setattr(preparer_module, "prepare", record)
-    specs = [make_tensor_spec(originals / name, f"{name} {i}", 1.0 + i) for i in range(3) for name in NAMES]
-    for spec in specs:
-        preparer.enqueue(spec)
-    assert [each.error for each in wait_for_results(preparer, len(specs))] == [None] * len(specs)
-    assert names == [*NAMES, "dora", "saved-head", "dora", "saved-head"]
-    for spec in specs:
-        part = spec.checkpoints[0]
-        adapter = StoredAdapter(Path(), part.config, targets, tensors=part.tensors)
-        assert_same(preparer.get(spec.identity), prepare(adapter, targets, torch.float32, FakeGroup()))
-
-
-def test_invalid_next_version_of_tensors_is_rejected(preparer: Preparer, originals: Path) -> None:
-    preparer.enqueue(make_tensor_spec(originals / "plain", "first", 1.0))
-    preparer.enqueue(make_tensor_spec(originals / "plain", "second", float("nan")))
-    first, second = wait_for_results(preparer, 2)
-    assert first.error is None
-    assert "non-finite" in str(second.error)
-
-
 @pytest.mark.parametrize(
     "merge", [Merge((0.7, -0.4)), Merge((1.0, 0.5), "ties", 0.6), Merge((1.0, 2.0), "dare_ties", 0.5)]
 )

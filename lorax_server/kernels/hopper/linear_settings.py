@@ -5,7 +5,7 @@ from functools import cache
 from importlib.resources import files
 from typing import NamedTuple
 
-from lorax_server.kernels.hopper.sources import MAX_SHARED_BYTES, STEP_INPUTS, PackedFormat
+from lorax_server.kernels.hopper.sources import HEIGHTS, MAX_SHARED_BYTES, STEP_INPUTS, PackedFormat
 
 SETTINGS_FILE = "linear_settings.json"  # measured on an H200
 
@@ -90,7 +90,8 @@ def find_quantized_setting(
     is_large = blocks > num_sms * 3 // 4  # nearly all SMs compute the product
     lora_blocks = (LARGE_LORA_BLOCKS if is_large else LORA_BLOCKS).get(height, num_sms * 3 // 4)
     lora_blocks = min(lora_blocks, num_sms * blocks_per_sm) // cluster * cluster
-    return QuantizedLaunchSetting(is_wide, tiles, stages, cluster, lora_blocks, 3, 1)
+    early = 1 if height == HEIGHTS[0] else 3
+    return QuantizedLaunchSetting(is_wide, tiles, stages, cluster, lora_blocks, 3, early)
 
 
 COLUMNS = 128  # per tile
