@@ -8,7 +8,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 
 import torch
@@ -49,7 +49,7 @@ def measure(bench: Bench, weights: list[Tensors], args: argparse.Namespace) -> l
     latencies, gaps = list[float](), list[float]()
     with ThreadPoolExecutor(1) as threads:
         running = threads.submit(bench.generate, prompts, NUM_TOKENS, [ADAPTER] * len(prompts))
-        wait_for_steps(bench, 20 + len(prompts))
+        wait_for_steps(bench, 20 + len(prompts), running)
         steady = [after.at - before.at for before, after in zip(marks[-11:-1], marks[-10:], strict=True)]
         for number in range(NUM_UPDATES):
             if running.done():
@@ -57,12 +57,14 @@ def measure(bench: Bench, weights: list[Tensors], args: argparse.Namespace) -> l
             first, started = len(marks) - 1, time.perf_counter()
             llm.update_adapter(ADAPTER, weights[number % 2], running="move")
             done = time.perf_counter()
-            wait_for_steps(bench, 1)
+            wait_for_steps(bench, 1, running)
+            if marks[-1].at <= done:  # the completions are finished
+                break
             visible = next(mark.at for mark in marks[first:] if mark.at > done)
             during = [mark.at for mark in marks[first:] if mark.at <= visible]
             latencies.append(visible - started)
             gaps.append(max(after - before for before, after in pairwise(during)))
-            wait_for_steps(bench, STEPS_BETWEEN)
+            wait_for_steps(bench, STEPS_BETWEEN, running)
     step = statistics.median(steady)
     return [
         Record("update visible, median", 1000 * statistics.median(latencies), "ms"),
@@ -73,10 +75,10 @@ def measure(bench: Bench, weights: list[Tensors], args: argparse.Namespace) -> l
     ]
 
 
-def wait_for_steps(bench: Bench, count: int) -> None:
-    """Wait until the engine has run `count` more steps."""
+def wait_for_steps(bench: Bench, count: int, running: "Future[list[list[int]]]") -> None:
+    """Wait until the engine has run `count` more steps, or until all completions are finished."""
     target = len(bench.clock.marks) + count
-    while len(bench.clock.marks) < target:
+    while len(bench.clock.marks) < target and not running.done():
         time.sleep(0.0005)
 
 
