@@ -18,9 +18,36 @@ def test_sums_of_long_sequences_are_exact_in_half_precision(mode: str) -> None:
     """The sum of 1,000 position weights is larger than the largest float16 number."""
     states = torch.ones(1000, 4, dtype=torch.float16)
     expected = 1000**0.5 if mode == "mean_sqrt_len_tokens" else 1.0
-    pooled = pool(states, mode)
+    pooled = pool(states, [1000], mode)
     assert pooled.dtype == torch.float16
-    torch.testing.assert_close(pooled.float(), torch.full((4,), expected), rtol=1e-3, atol=0)
+    torch.testing.assert_close(pooled.float(), torch.full((1, 4), expected), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("mode", ["cls", "lasttoken", "max", "mean", "mean_sqrt_len_tokens", "weightedmean"])
+def test_each_sequence_is_pooled_separately(mode: str) -> None:
+    lengths = [1, 7, 300, 2]
+    hidden = torch.randn(sum(lengths), 5, generator=torch.Generator().manual_seed(0))
+    expected = []
+    for states in hidden.double().split(lengths):
+        factors = torch.arange(1, len(states) + 1)[:, None]
+        expected.append(
+            {
+                "cls": states[0],
+                "lasttoken": states[-1],
+                "max": states.amax(0),
+                "mean": states.mean(0),
+                "mean_sqrt_len_tokens": states.sum(0) / len(states) ** 0.5,
+                "weightedmean": (factors * states).sum(0) / factors.sum(),
+            }[mode]
+        )
+    pooled = pool(hidden, lengths, mode)
+    torch.testing.assert_close(pooled.double(), torch.stack(expected), rtol=1e-5, atol=1e-6)
+    assert torch.equal(pool(hidden[8:308], [300], mode)[0], pooled[2])
+
+
+def test_unknown_pooling_mode_is_rejected() -> None:
+    with pytest.raises(ConfigError, match="'median' is not supported"):
+        pool(torch.zeros(2, 3), [2], "median")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ a score.
 """
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -137,9 +136,13 @@ class SequenceHead(nn.Module):
 
     def forward(self, hidden: torch.Tensor, batch: SequenceBatch) -> list[torch.Tensor]:
         results = []
-        parts = zip(hidden.split(batch.lengths), batch.token_ids.split(batch.lengths), batch.adapters, strict=True)
-        for states, ids, adapter in parts:
-            x = states[self._find_token(ids), None] if self.pooling == "lasttoken" else pool(states, self.pooling)[None]
+        if self.pooling == "lasttoken":
+            parts = zip(hidden.split(batch.lengths), batch.token_ids.split(batch.lengths), strict=True)
+            pooled = [states[self._find_token(ids), None] for states, ids in parts]
+        else:
+            pooled = list(pool(hidden, batch.lengths, self.pooling).split(1))
+        for vector, adapter in zip(pooled, batch.adapters, strict=True):
+            x = vector
             for layer in self.layers:
                 x = layer(x, adapter, batch.arena)
             results.append(x[0].float())
@@ -196,37 +199,39 @@ class EmbeddingHead(nn.Module):
         self.size = self.dense[-1].weight.shape[0] if self.dense else size * len(pooling.modes)
 
     def forward(self, hidden: torch.Tensor, batch: SequenceBatch) -> list[torch.Tensor]:
-        parts = [
-            torch.cat([pool(states, mode) for mode in self.pooling.modes]) for states in hidden.split(batch.lengths)
-        ]
-        results = torch.stack(parts).float()
+        results = torch.cat([pool(hidden, batch.lengths, mode) for mode in self.pooling.modes], dim=1).float()
         for layer in self.dense:  # one row at a time, so that results do not depend on the batch
             results = torch.cat([layer(row) for row in results.split(1)])
         return list(F.normalize(results, dim=-1) if self.pooling.normalizes else results)
 
 
-def pool(states: torch.Tensor, mode: str) -> torch.Tensor:
-    """Reduce a sequence's hidden states, `[tokens, size]`, to one vector. Sums are computed in float32."""
-    return _pool(states.float(), mode).to(states.dtype)
+def pool(hidden: torch.Tensor, lengths: Sequence[int], mode: str) -> torch.Tensor:
+    """Reduce the hidden states of sequences, `[tokens, size]`, to one vector per sequence. Sums are computed in
+    float32.
+    """
+    counts = torch.tensor(lengths).to(hidden.device)
+    ends = counts.cumsum(0)
+    if mode == "cls":
+        return hidden[ends - counts]
+    if mode == "lasttoken":
+        return hidden[ends - 1]
+    states = hidden.float()
+    if mode in ("max", "mean"):
+        pooled = _reduce_segments(states, counts, mode)
+    elif mode == "mean_sqrt_len_tokens":
+        pooled = _reduce_segments(states, counts, "sum") / counts.sqrt()[:, None]
+    elif mode == "weightedmean":
+        places = torch.arange(1, len(hidden) + 1, device=hidden.device)
+        factors = (places - (ends - counts).repeat_interleave(counts, output_size=len(hidden))).float()
+        pooled = _reduce_segments(factors[:, None] * states, counts, "sum")
+        pooled /= (counts * (counts + 1) / 2)[:, None]
+    else:
+        raise ConfigError(f"pooling mode {mode!r} is not supported")
+    return pooled.to(hidden.dtype)
 
 
-def _pool(states: torch.Tensor, mode: str) -> torch.Tensor:
-    count = len(states)
-    match mode:
-        case "cls":
-            return states[0]
-        case "lasttoken":
-            return states[-1]
-        case "max":
-            return states.amax(0)
-        case "mean":
-            return states.mean(0)
-        case "mean_sqrt_len_tokens":
-            return states.sum(0) / math.sqrt(count)
-        case "weightedmean":
-            factors = torch.arange(1, count + 1, device=states.device, dtype=states.dtype)
-            return (factors[:, None] * states).sum(0) / factors.sum()
-    raise ConfigError(f"pooling mode {mode!r} is not supported")
+def _reduce_segments(states: torch.Tensor, counts: torch.Tensor, reduction: str) -> torch.Tensor:
+    return torch.segment_reduce(states, reduction, lengths=counts, axis=0, unsafe=True)  # the lengths are valid
 
 
 class _Dense(NamedTuple):
