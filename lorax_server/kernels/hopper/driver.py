@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -26,13 +27,14 @@ def check_cuda_result(result: tuple[Any, ...]) -> Any:
 
 
 class Kernel:
-    """A loaded kernel on one device. Not thread-safe, because launches share launch configs."""
+    """A loaded kernel on one device. Several threads can launch it: adapters are prepared while steps run."""
 
     def __init__(self, device: torch.device, cubin: bytes, name: str, shared_bytes: int) -> None:
         index: int | None = device.index
         self._index = torch.cuda.current_device() if index is None else index
         self._module = check_cuda_result(driver.cuModuleLoadData(cubin))
         self._function = check_cuda_result(driver.cuModuleGetFunction(self._module, name.encode()))
+        self._lock = threading.Lock()  # held during a launch, because launches share configs
         self._configs = [_make_launch_config(shared_bytes, early) for early in (False, True)]
         if shared_bytes:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -52,12 +54,13 @@ class Kernel:
         if torch._C._cuda_getDevice() != self._index:  # the driver requires the current device
             with torch.cuda.device(self._index):
                 return self.launch(blocks, threads, args, early)
-        config = self._configs[early]
-        config.gridDimX, config.gridDimY = blocks if isinstance(blocks, tuple) else (blocks, 1)
-        config.blockDimX = threads
-        config.hStream = torch._C._cuda_getCurrentRawStream(self._index)
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
         pointers = (ctypes.c_void_p * len(args))(*map(ctypes.addressof, args))
-        check_cuda_result(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
+        config = self._configs[early]
+        with self._lock:
+            config.gridDimX, config.gridDimY = blocks if isinstance(blocks, tuple) else (blocks, 1)
+            config.blockDimX, config.hStream = threads, stream
+            check_cuda_result(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
 
 
 def _make_launch_config(shared_bytes: int, early: bool) -> driver.CUlaunchConfig:
@@ -85,11 +88,14 @@ class Kernels:
         self.device = device
         self._compiler = Compiler(f"sm_{properties.major}{properties.minor}a")
         self._loaded: dict[Variant, Kernel] = {}
+        self._lock = threading.Lock()  # held while a missing kernel is compiled
 
     def get(self, variant: Variant) -> Kernel:
         if variant not in self._loaded:
-            logger.info("compiling a CUDA kernel on first use: %s", variant)
-            self._load(variant, self._compiler.compile(variant.source))
+            with self._lock:
+                if variant not in self._loaded:
+                    logger.info("compiling a CUDA kernel on first use: %s", variant)
+                    self._load(variant, self._compiler.compile(variant.source))
         return self._loaded[variant]
 
     def compile(self, variants: Iterable[Variant]) -> None:

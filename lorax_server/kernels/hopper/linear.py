@@ -130,13 +130,11 @@ class FusedLinear:
 
     def quantized_variants(self, matrix: PackedMatrix, with_lora: bool) -> set[Variant]:
         """Return the kernel variants that a quantized layer needs for all batch sizes."""
-        (outputs, inputs), found = matrix.shape, matrix.format
-        variants: set[Variant] = {DequantizeVariant(self.dtype, found)}
-        if with_lora:
-            variants |= {PlanVariant(), AddLoraVariant(self.dtype)}
+        (outputs, inputs), packed = matrix.shape, matrix.format
+        variants: set[Variant] = {DequantizeVariant(self.dtype, packed)}
         for height in HEIGHTS:
-            setting = find_quantized_setting(found, inputs, outputs, height, self.num_sms)
-            variants |= {self._quantized_variant(found, height, setting, lora) for lora in {False, with_lora}}
+            setting = find_quantized_setting(packed, inputs, outputs, height, self.num_sms)
+            variants |= {self._quantized_variant(packed, height, setting, lora) for lora in {False, with_lora}}
         return variants
 
     def plan(self, lora: LoraBatch) -> LoraPlan:
@@ -297,11 +295,9 @@ class FusedLinear:
         return LinearVariant(self.dtype, height, setting.stages, setting.cluster, with_lora)
 
     def _quantized_variant(
-        self, found: PackedFormat, height: int, setting: QuantizedLaunchSetting, with_lora: bool
+        self, packed: PackedFormat, height: int, setting: QuantizedLaunchSetting, with_lora: bool
     ) -> QuantizedVariant:
-        return QuantizedVariant(
-            self.dtype, found, height, setting.is_wide, setting.tiles, setting.stages, setting.cluster, with_lora
-        )
+        return QuantizedVariant(self.dtype, packed, height, *setting[:5], with_lora)
 
 
 def find_height(rows: int) -> int:

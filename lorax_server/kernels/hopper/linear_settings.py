@@ -5,9 +5,24 @@ from functools import cache
 from importlib.resources import files
 from typing import NamedTuple
 
-from lorax_server.kernels.hopper.sources import HEIGHTS, MAX_SHARED_BYTES, STEP_INPUTS, PackedFormat
+from lorax_server.kernels.hopper.sources import (
+    HEIGHTS,
+    MAX_SHARED_BYTES,
+    STEP_INPUTS,
+    TWO_BLOCKS_SHARED_BYTES,
+    PackedFormat,
+)
 
 SETTINGS_FILE = "linear_settings.json"  # measured on an H200
+
+# Quantized layers
+COLUMNS = 128  # per tile
+WGMMA_HEIGHT = 32
+MIN_STEPS = 4  # of 128 inputs per block
+MIN_STAGES, MAX_STAGES = 3, 24
+# By height. Other heights use three quarters of the SMs.
+LORA_BLOCKS = {8: 96, 16: 96, 32: 96, 64: 96}
+LARGE_LORA_BLOCKS = {8: 32, 16: 132, 32: 132, 64: 200}
 
 
 class LinearLaunchSetting(NamedTuple):
@@ -55,8 +70,9 @@ def estimate_setting(outputs: int, height: int, num_sms: int) -> LinearLaunchSet
 class QuantizedLaunchSetting(NamedTuple):
     """Launch settings for one quantized linear layer and one maximum number of batch rows (height)."""
 
-    is_wide: bool  # WGMMA instead of mma.sync
+    uses_wgmma: bool  # instead of mma.sync
     tiles: int  # tiles of 128 columns per block, 1 with WGMMA
+    sum_buffers: int  # with WGMMA, products that run at the same time
     stages: int  # pipeline stages
     cluster: int  # blocks per cluster, which share columns
     lora_blocks: int  # number of blocks that compute LoRA
@@ -69,38 +85,32 @@ def find_quantized_setting(
 ) -> QuantizedLaunchSetting:
     """Return settings for a quantized layer, by rules that were measured on an H200."""
     num_tiles = -(-outputs // COLUMNS)
-    is_wide = height >= WGMMA_HEIGHT and packed.shift != "offsets"
-    shapes = [(2, 2), (1, 2), (1, 1)]  # tiles or buffers, and blocks per SM, in the order of preference
+    uses_wgmma = height >= WGMMA_HEIGHT and packed.shift != "offsets"
+    shapes = [(2, 2), (1, 2), (1, 1)]  # tiles or sum buffers, and blocks per SM, in the order of preference
     if height > 2 * WGMMA_HEIGHT:
         shapes = shapes[2:]
-    elif height == 2 * WGMMA_HEIGHT or (not is_wide and num_tiles % 2):
+    elif height == 2 * WGMMA_HEIGHT or (not uses_wgmma and num_tiles % 2):
         shapes = shapes[1:]
-    for tiles, blocks_per_sm in shapes:
-        columns = 1 if is_wide else tiles
-        stage_bytes = columns * packed.record_bytes + height * STEP_INPUTS * 2 + 16
-        stages = min((MAX_SHARED_BYTES // blocks_per_sm - packed.table_bytes) // stage_bytes, MAX_STAGES)
+    for count, blocks_per_sm in shapes:
+        tiles = 1 if uses_wgmma else count
+        stage_bytes = tiles * packed.record_bytes + height * STEP_INPUTS * 2 + 16
+        shared_bytes = MAX_SHARED_BYTES if blocks_per_sm == 1 else TWO_BLOCKS_SHARED_BYTES
+        stages = min((shared_bytes - packed.table_bytes) // stage_bytes, MAX_STAGES)
         if stages >= MIN_STAGES:
             break
-    blocks = num_tiles // columns
-    room = num_sms * (2 if height == 2 * WGMMA_HEIGHT else 1)
-    max_cluster = 2 if height > 2 * WGMMA_HEIGHT else 4 if is_wide else 8  # larger clusters do not all fit at once
+    blocks = num_tiles // tiles
+    max_blocks = num_sms * (2 if height == 2 * WGMMA_HEIGHT else 1)
+    max_cluster = 2 if height > 2 * WGMMA_HEIGHT else 4 if uses_wgmma else 8  # larger clusters do not all fit at once
     steps, cluster = -(-inputs // STEP_INPUTS), 1
-    while cluster < max_cluster and 2 * cluster * blocks <= room and 2 * cluster * MIN_STEPS <= steps:
+    while cluster < max_cluster and 2 * cluster * blocks <= max_blocks and 2 * cluster * MIN_STEPS <= steps:
         cluster *= 2
     is_large = blocks > num_sms * 3 // 4  # nearly all SMs compute the product
     lora_blocks = (LARGE_LORA_BLOCKS if is_large else LORA_BLOCKS).get(height, num_sms * 3 // 4)
     lora_blocks = min(lora_blocks, num_sms * blocks_per_sm) // cluster * cluster
     early = 1 if height == HEIGHTS[0] else 3
-    return QuantizedLaunchSetting(is_wide, tiles, stages, cluster, lora_blocks, 3, early)
+    sum_buffers = count if uses_wgmma else 1
+    return QuantizedLaunchSetting(uses_wgmma, tiles, sum_buffers, stages, cluster, lora_blocks, 3, early)
 
-
-COLUMNS = 128  # per tile
-WGMMA_HEIGHT = 32
-MIN_STEPS = 4  # of 128 inputs per block
-MIN_STAGES, MAX_STAGES = 3, 24
-# By height. Other heights use three quarters of the SMs.
-LORA_BLOCKS = {8: 96, 16: 96, 32: 96, 64: 96}
-LARGE_LORA_BLOCKS = {8: 32, 16: 132, 32: 132, 64: 200}
 
 # Pipeline stages that fill an SM's shared memory, by batch height. Two blocks of 128 rows do not fit.
 ONE_BLOCK_STAGES = {8: 11, 16: 11, 32: 9, 64: 8, 128: 6}

@@ -40,7 +40,7 @@ struct LinearArgs {
   int K, N[3], slices;
   int x_stride, y_stride, M, T, max_items, max_parts;
   int target, num_targets;  // table index of the first slice; targets per adapter
-  int lora_blocks, steps;   // blocks for LoRA; steps of 64 inputs per product block
+  int lora_blocks, steps;   // blocks for LoRA; steps of `Product::STEP` inputs per product block
   int early;                // 0: plain launch. 1: wait for the previous kernel. 2: and launch dependents immediately. 3: or after the last load
   int zero;                 // always 0, but unknown to the compiler (see `Ring::release`)
 };

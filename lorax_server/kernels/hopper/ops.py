@@ -37,7 +37,6 @@ from lorax_server.kernels.sampling import SampledTokens, SamplingBatch, Sampling
 from lorax_server.kernels.triton import prefill_attention
 from lorax_server.kernels.triton.kv_cache import rotate_and_write
 from lorax_server.kernels.triton.ops import TritonOps
-from lorax_server.kernels.triton.quantized import multiply_base
 
 MAX_FUSED_LORA_ROWS = HEIGHTS[-1]  # larger batches use cuBLAS and a separate LoRA kernel
 MAX_FUSED_LORA_OUTPUTS = 65536  # an LM head would need hundreds of megabytes of scratch memory
@@ -68,7 +67,10 @@ class HopperOps(TritonOps):
             if fused is not None and fused.supports(weights, ()):
                 outputs, inputs = weights.shape
                 if isinstance(weights.weight, PackedMatrix):
-                    variants |= fused.quantized_variants(weights.weight, with_lora)
+                    variants |= fused.quantized_variants(
+                        weights.weight, with_lora and outputs <= MAX_FUSED_LORA_OUTPUTS
+                    )
+                    variants |= {PlanVariant(), AddLoraVariant(fused.dtype)} if with_lora else set()
                 elif not weights.is_quantized:
                     variants |= fused.variants(inputs, outputs, with_lora)
                 elif with_lora:
@@ -124,25 +126,28 @@ class HopperOps(TritonOps):
         if rows > MAX_ROWS:
             return self._prompt_linear(x, weights, lora, targets)
         is_packed = isinstance(weights.weight, PackedMatrix)
-        is_wide = lora is not None and weights.shape[0] > MAX_FUSED_LORA_OUTPUTS
+        has_many_outputs = lora is not None and weights.shape[0] > MAX_FUSED_LORA_OUTPUTS
         max_rows = MAX_FUSED_BASE_ROWS if lora is None and not is_packed else MAX_FUSED_LORA_ROWS
-        if rows <= max_rows and not is_wide and (is_packed or not weights.is_quantized):
+        if rows <= max_rows and not has_many_outputs and (is_packed or not weights.is_quantized):
             multiply = fused.quantized_linear if is_packed else fused.linear
             return multiply(x, weights, lora, targets)
-        if is_packed and rows <= MAX_FUSED_LORA_ROWS:
-            out = fused.quantized_linear(x, weights, None, ())
-        else:
-            out = multiply_base(x, weights)
+        out = self.multiply_base(x, weights)
         if lora is not None:
             fused.add_lora(out, x, lora, targets)
             self.scale_and_shift(out, lora, targets)
         return out
 
+    def multiply_base(self, x: torch.Tensor, weights: LinearWeights) -> torch.Tensor:
+        fused = self._fused.get(x.dtype)
+        if fused is None or not isinstance(weights.weight, PackedMatrix) or not 0 < len(x) <= MAX_FUSED_LORA_ROWS:
+            return super().multiply_base(x, weights)
+        return fused.quantized_linear(x.contiguous(), weights, None, ())
+
     def _prompt_linear(
         self, x: torch.Tensor, weights: LinearWeights, lora: LoraBatch | None, targets: Sequence[LoraTarget]
     ) -> torch.Tensor:
         if lora is None or not lora.has_low_rank(targets):
-            out = multiply_base(x, weights)
+            out = self.multiply_base(x, weights)
         else:
             out = prompt_lora.linear(self._kernels, x, weights, lora, targets)
         if lora is not None:

@@ -14,10 +14,12 @@ from lorax_server.kernels.matrix import StoredMatrix
 from lorax_server.kernels.quantized import BlockMatrix, float8_levels, is_same_table
 
 TILE, STEP, PART = 128, 128, 32  # columns and inputs per record, inputs per part
+PACK_ROWS = 4096  # rows that are packed at a time
+MIN_ROWS = 8  # the number of rows must be a multiple
 SLAB = 64  # inputs per slab of activations
 NAN_BITS = 0x7F  # of 8-bit floats
 MAX_ZERO = 128  # larger zero points are not exact in bfloat16
-UNITS = {torch.bfloat16: 64.0, torch.float16: 512.0}  # integers are scaled by the inverse (see `UNIT` in CUDA)
+RESCALE = {torch.bfloat16: 64.0, torch.float16: 512.0}  # integers are scaled by the inverse (see CUDA)
 LEVEL_FACTORS = 512  # factors that are tried when levels are rounded to 16 bits
 
 
@@ -78,46 +80,48 @@ class PackedMatrix(StoredMatrix):
     def look_up_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """Dequantize rows with torch. The values are those of `read`."""
         self.check_rows(rows)
-        places = rows.flatten().to(self.device) + self.start
-        tile, within = places // TILE, places % TILE
-        index = (tile, slice(None), within // 16, slice(None), within % 8)  # and the row half, `within // 8 % 2`
-        half = (within // 8 % 2).view(-1, 1, 1, 1, 1, 1, 1)
-        kind, num_bytes = self.format, self.format.weight_bytes
-        lanes = self.records[..., :num_bytes].unflatten(2, (8, 4, 8, 4, -1))[index]  # [rows, step, part, lane, byte]
-        if kind.kind == "int4":
+        held = torch.arange(self.start, self.stop, device=self.device)
+        indices = held.index_select(0, rows.flatten().to(self.device))  # reports indices outside the matrix
+        tile, within = indices // TILE, indices % TILE
+        half = within // 8 % 2  # columns `c` and `c + 8` of a tile of 16 are stored together
+        packed, num_bytes = self.format, self.format.weight_bytes
+        lanes = self.records[..., :num_bytes].unflatten(2, (8, 4, 8, 4, -1))
+        lanes = lanes[tile, :, within // 16, :, within % 8]  # [rows, step, part, lane, byte]
+        half_of_lane = half.view(-1, 1, 1, 1, 1, 1, 1)
+        if packed.kind == "int4":
             lanes = lanes.unflatten(-1, (2, 2, 2)).transpose(-1, -2)  # [..., 16 inputs, upper half, element]
-            codes = lanes >> (4 * half) & 15
-        elif kind.kind == "levels4":
-            lanes = lanes.unflatten(-1, (2, 2, 2)).gather(-1, half.expand(*lanes.shape[:-1], 2, 2, 1))
+            codes = lanes >> (4 * half_of_lane) & 15
+        elif packed.kind == "levels4":
+            lanes = lanes.unflatten(-1, (2, 2, 2))
+            lanes = lanes.gather(-1, half_of_lane.expand(*lanes.shape[:-1], 1))
             codes = torch.cat([lanes & 15, lanes >> 4], dim=-1)
         else:
             lanes = lanes.unflatten(-1, (2, 2, 2, 2))
-            codes = lanes.gather(-1, half[..., None].expand(*lanes.shape[:-1], 1)).squeeze(-1)
+            codes = lanes.gather(-1, half_of_lane[..., None].expand(*lanes.shape[:-1], 1)).squeeze(-1)
         # [rows, step, part, lane, 16 inputs, upper half, element] to the order of the inputs
         codes = codes.permute(0, 1, 2, 4, 5, 3, 6).flatten(1)
-        values = self._decode(codes).unflatten(1, (self.records.shape[1], kind.groups, -1))
-        scales, *shifts = self._read_numbers(tile, within)
+        values = self._decode(codes).unflatten(1, (self.records.shape[1], packed.groups, -1))
+        scales, *shifts = self._read_scales(tile, within, half)
         weights: torch.Tensor
-        if kind.shift == "zeros":
-            weights = (values + shifts[0] * UNITS[self.dtype]) * scales
+        if packed.shift == "zeros":
+            weights = (values + shifts[0] * RESCALE[self.dtype]) * scales
         else:
             weights = values * scales
             if shifts:
                 weights += shifts[0]
         return weights.flatten(1)[:, : self.inputs].to(self.dtype).view((*rows.shape, self.inputs))
 
-    def _read_numbers(self, tile: torch.Tensor, within: torch.Tensor) -> list[torch.Tensor]:
+    def _read_scales(self, tile: torch.Tensor, within: torch.Tensor, half: torch.Tensor) -> list[torch.Tensor]:
         """Return the scales of rows, and their zero points or offsets, as float32 `[rows, step, group, 1]`."""
-        kind = self.format
-        scale_dtype = torch.float32 if kind.has_float_scales else torch.float16
+        packed = self.format
+        scale_dtype = torch.float32 if packed.has_float_scales else torch.float16
         dtypes = {"none": [scale_dtype], "zeros": [scale_dtype, self.dtype], "offsets": [scale_dtype, scale_dtype]}
-        half = (within // 8 % 2).view(-1, 1, 1, 1)
-        start, found = kind.weight_bytes, []
-        for dtype in dtypes[kind.shift]:
-            stop = start + TILE * kind.groups * dtype.itemsize
-            numbers = self.records[..., start:stop].contiguous().view(dtype).unflatten(2, (8, 8, kind.groups, 2))
-            numbers = numbers[tile, :, within // 16, within % 8]
-            found.append(numbers.gather(-1, half.expand(*numbers.shape[:-1], 1)).float())
+        start, found = packed.weight_bytes, []
+        for dtype in dtypes[packed.shift]:
+            stop = start + TILE * packed.groups * dtype.itemsize
+            pairs = self.records[..., start:stop].unflatten(2, (8, 8, packed.groups, 2 * dtype.itemsize))
+            pairs = pairs[tile, :, within // 16, within % 8].contiguous().view(dtype)
+            found.append(pairs.gather(-1, half.view(-1, 1, 1, 1).expand(*pairs.shape[:-1], 1)).float())
             start = stop
         return found
 
@@ -138,27 +142,39 @@ class PackedMatrix(StoredMatrix):
 
 def pack(matrix: BlockMatrix, kernels: Kernels | None) -> PackedMatrix | None:
     """Return a matrix in the layout of the kernels, or None if they do not support it."""
-    found = find_format(matrix)
-    if found is None or matrix.dtype not in CUDA_TYPES:
+    packed = find_format(matrix)
+    if packed is None or matrix.dtype not in CUDA_TYPES:
         return None
     levels = Levels((0,) * 8, 1.0)
-    if found.kind == "levels4" and matrix.levels is not None:
+    if packed.kind == "levels4" and matrix.levels is not None:
         levels = round_levels(matrix.levels, matrix.dtype)
-    scale_dtype = torch.float32 if found.has_float_scales else torch.float16
-    parts = [_pack_values(matrix, found), _pack_numbers((matrix.scales / levels.factor).to(scale_dtype), matrix, found)]
-    zeros = find_zeros(matrix)
-    if zeros is not None:
-        shifts = (zeros + (128 if found.kind == "int8" else 0)) / -UNITS[matrix.dtype]
-        parts.append(_pack_numbers(shifts.to(matrix.dtype), matrix, found))
+    rows, inputs = matrix.shape
+    shape = (-(-rows // TILE), -(-inputs // STEP), packed.record_bytes)
+    records = torch.empty(shape, dtype=torch.uint8, device=matrix.device)
+    for start in range(0, rows, PACK_ROWS):  # in chunks, to limit temporary memory
+        chunk = _pack_rows(matrix[start : start + PACK_ROWS], packed, levels.factor)
+        records[start // TILE : start // TILE + len(chunk)] = chunk
+    return PackedMatrix(records, packed, levels.words, 0, rows, inputs, matrix.dtype, kernels)
+
+
+def _pack_rows(matrix: BlockMatrix, packed: PackedFormat, factor: float) -> torch.Tensor:
+    scale_dtype = torch.float32 if packed.has_float_scales else torch.float16
+    parts = [_pack_values(matrix, packed), _pack_scales((matrix.scales / factor).to(scale_dtype), matrix, packed)]
+    if packed.shift == "zeros":
+        zeros = find_zeros(matrix)
+        assert zeros is not None
+        shifts = (zeros + (128 if packed.kind == "int8" else 0)) / -RESCALE[matrix.dtype]
+        parts.append(_pack_scales(shifts.to(matrix.dtype), matrix, packed))
     elif matrix.offsets is not None:
-        parts.append(_pack_numbers(matrix.offsets.to(scale_dtype), matrix, found))
-    records = torch.cat(parts, dim=2)
-    return PackedMatrix(records, found, levels.words, 0, *matrix.shape, matrix.dtype, kernels)
+        parts.append(_pack_scales(matrix.offsets.to(scale_dtype), matrix, packed))
+    return torch.cat(parts, dim=2)
 
 
 def find_format(matrix: BlockMatrix) -> PackedFormat | None:
     """Return the format for a matrix, or None if the kernels do not support it."""
-    block = matrix.block
+    (rows, _), block = matrix.shape, matrix.block
+    if not rows or rows % MIN_ROWS:
+        return None
     if (block not in (PART, 2 * PART, matrix.inputs) and block % STEP) or matrix.inputs % SLAB:
         return None
     if matrix.levels is None:
@@ -170,8 +186,8 @@ def find_format(matrix: BlockMatrix) -> PackedFormat | None:
     else:
         return None
     shift = "none" if matrix.offsets is None else "offsets" if find_zeros(matrix) is None else "zeros"
-    numbers = [matrix.scales] if matrix.offsets is None or shift == "zeros" else [matrix.scales, matrix.offsets]
-    has_float_scales = kind == "levels4" or any(each.dtype != torch.float16 for each in numbers)
+    scales = [matrix.scales] if matrix.offsets is None or shift == "zeros" else [matrix.scales, matrix.offsets]
+    has_float_scales = kind == "levels4" or any(each.dtype != torch.float16 for each in scales)
     groups = 1 if block == matrix.inputs else max(STEP // block, 1)
     return PackedFormat(kind, groups, has_float_scales, shift)
 
@@ -210,7 +226,7 @@ def _pack_values(matrix: BlockMatrix, packed: PackedFormat) -> torch.Tensor:
     """Return the values as `[tiles, steps, bytes]`."""
     codes, kind = matrix.unpack(), packed.kind
     if kind == "int4":
-        codes = codes.view(torch.uint8) if matrix.offsets is not None else (codes + 8).view(torch.uint8)
+        codes = (codes if matrix.offsets is not None else codes + 8).view(torch.uint8)
     elif kind == "int8":
         codes = codes.view(torch.uint8) ^ 128
     rows, inputs = matrix.shape
@@ -225,12 +241,12 @@ def _pack_values(matrix: BlockMatrix, packed: PackedFormat) -> torch.Tensor:
     return codes[..., ::2] | codes[..., 1::2] << 4 if kind.endswith("4") else codes
 
 
-def _pack_numbers(numbers: torch.Tensor, matrix: BlockMatrix, packed: PackedFormat) -> torch.Tensor:
+def _pack_scales(scales: torch.Tensor, matrix: BlockMatrix, packed: PackedFormat) -> torch.Tensor:
     """Return scales, zero points or offsets `[rows, blocks]` as `[tiles, steps, bytes]`."""
     rows, inputs = matrix.shape
     steps = -(-inputs // STEP)
-    groups = torch.arange(steps * packed.groups, device=numbers.device) * (STEP // packed.groups) // matrix.block
-    numbers = numbers[:, groups.clamp(max=numbers.shape[1] - 1)] * (groups < numbers.shape[1])
-    numbers = F.pad(numbers, (0, 0, 0, -rows % TILE))
-    numbers = numbers.view(len(numbers) // TILE, 8, 2, 8, steps, packed.groups).permute(0, 4, 1, 3, 5, 2)
-    return numbers.flatten(2).contiguous().view(torch.uint8)
+    groups = torch.arange(steps * packed.groups, device=scales.device) * (STEP // packed.groups) // matrix.block
+    scales = scales[:, groups.clamp(max=scales.shape[1] - 1)] * (groups < scales.shape[1])
+    scales = F.pad(scales, (0, 0, 0, -rows % TILE))
+    scales = scales.view(len(scales) // TILE, 8, 2, 8, steps, packed.groups).permute(0, 4, 1, 3, 5, 2)
+    return scales.flatten(2).contiguous().view(torch.uint8)

@@ -33,10 +33,10 @@ template <class Number> DEVICE u32 multiply_pair(u32 a, u32 b) {
 DEVICE constexpr u32 twice(u32 number) { return number | number << 16; }
 
 // Formats. `convert` returns 16 columns x 32 inputs as MMA operands: registers 0 to 3 for the first 16 inputs. Converted values
-// times UNIT are the integers or levels.
+// times RESCALE are the integers or levels.
 //
 // An offset is added to the scaled integers, a zero point is subtracted from the integers. Zero points are stored as
-// 16-bit floats, `-zero / UNIT`.
+// 16-bit floats, `-zero / RESCALE`.
 enum class Shift { NONE, ZEROS, OFFSETS };
 
 // An integer in the low bits of a 16-bit word is a subnormal number, or has the smallest exponent. Multiplied by a power of
@@ -44,9 +44,9 @@ enum class Shift { NONE, ZEROS, OFFSETS };
 template <class Number, Shift SHIFT>
 struct Int4 {
   static constexpr int LANE_BYTES = 8, TABLE_BYTES = 0;
-  static constexpr float UNIT = Number::is_bfloat16 ? 64 : 512;
+  static constexpr float RESCALE = Number::is_bfloat16 ? 64 : 512;
   static constexpr u32 LOW = twice(Number::is_bfloat16 ? 0x7F00 : 0x7800), HIGH = twice(Number::is_bfloat16 ? 0x7D00 : 0x6800);  // 2^127 and 2^123, or 2^15 and 2^11
-  static constexpr u32 EIGHT = SHIFT == Shift::OFFSETS ? 0 : twice(Number::is_bfloat16 ? 0xBE00 : 0xA400);  // -8 / UNIT
+  static constexpr u32 EIGHT = SHIFT == Shift::OFFSETS ? 0 : twice(Number::is_bfloat16 ? 0xBE00 : 0xA400);  // -8 / RESCALE
   static DEVICE void convert(u32* a, const u8* from, const u8*, uint2 zeros) {
     const uint2 words = *(const uint2*)from;
     const u32 w[2] = {words.x, words.y};
@@ -65,8 +65,8 @@ struct Int4 {
 template <class Number, Shift SHIFT>
 struct Int8 {  // bytes are the integers plus 128
   static constexpr int LANE_BYTES = 16, TABLE_BYTES = 0;
-  static constexpr float UNIT = Number::is_bfloat16 ? 64 : 512;
-  static constexpr u32 FACTOR = twice(Number::is_bfloat16 ? 0x7F00 : 0x7800), HALF = twice(Number::is_bfloat16 ? 0xC000 : 0xB400);  // -128 / UNIT
+  static constexpr float RESCALE = Number::is_bfloat16 ? 64 : 512;
+  static constexpr u32 FACTOR = twice(Number::is_bfloat16 ? 0x7F00 : 0x7800), HALF = twice(Number::is_bfloat16 ? 0xC000 : 0xB400);  // -128 / RESCALE
   static DEVICE void convert(u32* a, const u8* from, const u8*, uint2 zeros) {
     const uint4 words = *(const uint4*)from;
     const u32 w[4] = {words.x, words.y, words.z, words.w};
@@ -82,7 +82,7 @@ struct Int8 {  // bytes are the integers plus 128
 template <class Number, Shift SHIFT>
 struct Float8 {  // e4m3, without NaN
   static constexpr int LANE_BYTES = 16, TABLE_BYTES = 0;
-  static constexpr float UNIT = 1;
+  static constexpr float RESCALE = 1;
   static constexpr u32 FACTOR = twice(Number::is_bfloat16 ? 0x7B80 : 0x5C00);  // 2^120 or 2^8
   static DEVICE void convert(u32* a, const u8* from, const u8*, uint2) {
     const uint4 words = *(const uint4*)from;
@@ -100,7 +100,7 @@ struct Float8 {  // e4m3, without NaN
 template <class Number, Shift SHIFT>
 struct Levels4 {  // a table of all pairs of levels, one copy per lane, so that lanes never access the same bank
   static constexpr int LANE_BYTES = 8, TABLE_BYTES = 256 * 128;
-  static constexpr float UNIT = 1;
+  static constexpr float RESCALE = 1;
   static DEVICE void convert(u32* a, const u8* from, const u8* table, uint2) {
     const uint2 words = *(const uint2*)from;
     const u32 w[2] = {words.x, words.y}, lane = (threadIdx.x & 31) * 4;
@@ -212,6 +212,7 @@ struct QuantizedProduct : QuantizedPipeline<Number, Format, Record, ROWS, TILES,
 #pragma unroll 1
     for (int i = 0, s = 0, phase = 0, last = 0; i < steps; i++) {
       wait_barrier(full + s * 8, phase);
+      __syncwarp();
       if (i && lane == 0) arrive(empty + last * 8);  // its data was used by products before
       const u8* record = weights(s);
       const u32 x = inputs + s * X_BYTES;
@@ -246,7 +247,7 @@ struct QuantizedProduct : QuantizedPipeline<Number, Format, Record, ROWS, TILES,
           const float2 scales = Record::scales(record + t * Record::BYTES, warp, group, lane, 0);
           float2 offsets = {0, 0};
           if constexpr (Record::OFFSETS) offsets = Record::scales(record + t * Record::BYTES, warp, group, lane, 1);
-          const float o0 = offsets.x / Format::UNIT, o1 = offsets.y / Format::UNIT;
+          const float o0 = offsets.x / Format::RESCALE, o1 = offsets.y / Format::RESCALE;
 #pragma unroll
           for (int n = 0; n < BLOCKS; n++)
 #pragma unroll
@@ -265,7 +266,7 @@ struct QuantizedProduct : QuantizedPipeline<Number, Format, Record, ROWS, TILES,
 #pragma unroll
       for (int n = 0; n < BLOCKS; n++)
 #pragma unroll
-        for (int e = 0; e < 4; e++) part[(n * 8 + 2 * c + (e & 1)) * STRIDE + t * 128 + warp * 16 + g + (e >> 1) * 8] = totals[t][n][e] * Format::UNIT;
+        for (int e = 0; e < 4; e++) part[(n * 8 + 2 * c + (e & 1)) * STRIDE + t * 128 + warp * 16 + g + (e >> 1) * 8] = totals[t][n][e] * Format::RESCALE;
   }
 };
 
@@ -280,29 +281,29 @@ template <int COUNT> DEVICE void pin(float (&numbers)[COUNT]) {
 }
 
 // For many rows: WGMMA with weights in registers. A warpgroup has 64 columns. While one warpgroup converts weights and scales
-// sums, others multiply. With two buffers of sums, a warpgroup multiplies two units of inputs at a time, but needs more registers.
+// sums, others multiply. With two buffers of sums, a warpgroup multiplies two chunks of inputs at a time, but needs more registers.
 template <class Number, class Format, class Record, int ROWS, int BUFFERS, int STAGES>
 struct WideQuantizedProduct : QuantizedPipeline<Number, Format, Record, ROWS, 1, STAGES> {
   using Base = QuantizedPipeline<Number, Format, Record, ROWS, 1, STAGES>;
   using Base::Base, Base::inputs, Base::weights, Base::table, Base::full, Base::empty, Base::X_BYTES;
   static_assert(!Record::OFFSETS, "offsets require mma.sync");
-  static constexpr int UNIT_PARTS = Record::GROUPS == 4 ? 1 : 2, UNITS = PARTS / UNIT_PARTS;
-  struct Unit {
-    u32 a[UNIT_PARTS * 8];
+  static constexpr int CHUNK_PARTS = Record::GROUPS == 4 ? 1 : 2, CHUNKS = PARTS / CHUNK_PARTS;
+  struct Chunk {
+    u32 a[CHUNK_PARTS * 8];
     float2 scales;
   };
   int warp, lane;
-  DEVICE void convert(Unit& unit, const u8* record, int number) const {
+  DEVICE void convert(Chunk& chunk, const u8* record, int number) const {
 #pragma unroll
-    for (int k = 0; k < UNIT_PARTS; k++) Record::convert(unit.a + k * 8, record, warp, number * UNIT_PARTS + k, lane, table());
-    unit.scales = Record::scales(record, warp, number * Record::GROUPS / UNITS, lane, 0);
-    pin(unit.a);  // before the fence; otherwise ptxas runs one WGMMA at a time
+    for (int k = 0; k < CHUNK_PARTS; k++) Record::convert(chunk.a + k * 8, record, warp, number * CHUNK_PARTS + k, lane, table());
+    chunk.scales = Record::scales(record, warp, number * Record::GROUPS / CHUNKS, lane, 0);
+    pin(chunk.a);  // before the fence; otherwise ptxas runs one WGMMA at a time
   }
-  DEVICE void start(Unit& unit, float (&sums)[ROWS / 2], u32 x, int number) const {
+  DEVICE void start(Chunk& chunk, float (&sums)[ROWS / 2], u32 x, int number) const {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-    const u64 b = descriptor(x + number * UNIT_PARTS / 2 * ROWS * 128) + number * UNIT_PARTS % 2 * 4;
+    const u64 b = descriptor(x + number * CHUNK_PARTS / 2 * ROWS * 128) + number * CHUNK_PARTS % 2 * 4;
 #pragma unroll
-    for (int k = 0; k < UNIT_PARTS * 2; k++) wgmma_from_registers<Number>(sums, unit.a[k * 4], unit.a[k * 4 + 1], unit.a[k * 4 + 2], unit.a[k * 4 + 3], b + k * 2, k);
+    for (int k = 0; k < CHUNK_PARTS * 2; k++) wgmma_from_registers<Number>(sums, chunk.a[k * 4], chunk.a[k * 4 + 1], chunk.a[k * 4 + 2], chunk.a[k * 4 + 3], b + k * 2, k);
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
   }
   template <int PENDING> static DEVICE void wait(float (&sums)[ROWS / 2]) {
@@ -319,7 +320,7 @@ struct WideQuantizedProduct : QuantizedPipeline<Number, Format, Record, ROWS, 1,
     float totals[ROWS / 2], sums0[ROWS / 2], sums1[BUFFERS == 2 ? ROWS / 2 : 1];
 #pragma unroll
     for (int i = 0; i < ROWS / 2; i++) totals[i] = 0;
-    Unit unit0, unit1;
+    Chunk chunk0, chunk1;
 #pragma unroll 1
     for (int i = 0, s = 0, phase = 0; i < steps; i++) {
       wait_barrier(full + s * 8, phase);
@@ -327,32 +328,33 @@ struct WideQuantizedProduct : QuantizedPipeline<Number, Format, Record, ROWS, 1,
       const u32 x = inputs + s * X_BYTES;
       if constexpr (BUFFERS == 2) {
 #pragma unroll 1
-        for (int number = 0; number < UNITS; number += 2) {
-          convert(unit0, record, number);
-          convert(unit1, record, number + 1);
-          start(unit0, sums0, x, number);
-          start(unit1, sums1, x, number + 1);
+        for (int number = 0; number < CHUNKS; number += 2) {
+          convert(chunk0, record, number);
+          convert(chunk1, record, number + 1);
+          start(chunk0, sums0, x, number);
+          start(chunk1, sums1, x, number + 1);
           wait<1>(sums0);
-          add(totals, sums0, unit0.scales);
+          add(totals, sums0, chunk0.scales);
           wait<0>(sums1);
-          add(totals, sums1, unit1.scales);
+          add(totals, sums1, chunk1.scales);
         }
       } else {
 #pragma unroll 1
-        for (int number = 0; number < UNITS; number++) {
-          convert(unit0, record, number);
-          start(unit0, sums0, x, number);
+        for (int number = 0; number < CHUNKS; number++) {
+          convert(chunk0, record, number);
+          start(chunk0, sums0, x, number);
           wait<0>(sums0);
-          add(totals, sums0, unit0.scales);
+          add(totals, sums0, chunk0.scales);
         }
       }
+      __syncwarp();
       if (lane == 0) arrive(empty + s * 8);
       if (++s == STAGES) { s = 0; phase ^= 1; }
     }
     sync_threads<4, Base::WARPS * 32>();  // the ring is no longer read; its memory now holds the sums
     const int g = lane >> 2, c = lane & 3;
 #pragma unroll
-    for (int i = 0; i < ROWS / 2; i++) part[(i / 4 * 8 + 2 * c + (i & 1)) * STRIDE + warp * 16 + g + (i >> 1 & 1) * 8] = totals[i] * Format::UNIT;
+    for (int i = 0; i < ROWS / 2; i++) part[(i / 4 * 8 + 2 * c + (i & 1)) * STRIDE + warp * 16 + g + (i >> 1 & 1) * 8] = totals[i] * Format::RESCALE;
   }
 };
 #endif
@@ -363,7 +365,7 @@ struct DequantizeArgs {
   int first, rows, inputs;  // first row
 };
 
-// Write rows of the dequantized matrix. One block per record.
+// Write rows of the dequantized matrix, rounded like in torch. One block per record.
 template <class Number, class Format, class Record128>
 DEVICE void dequantize(const DequantizeArgs& p) {
   extern __shared__ __align__(128) u8 shared[];
@@ -387,8 +389,8 @@ DEVICE void dequantize(const DequantizeArgs& p) {
 #pragma unroll
     for (int i = 0; i < 8; i++) {  // upper columns in odd registers, upper inputs in registers 2, 3, 6 and 7
       const float2 values = Number::unpack(a[i]);
-      const float s = (i & 1 ? scales.y : scales.x) * Format::UNIT, o = i & 1 ? offsets.y : offsets.x;
-      *(u32*)(rows + (warp * 16 + g + (i & 1) * 8) * STRIDE + part * 32 + i / 4 * 16 + (i & 2) * 4 + 2 * c) = Number::pack(values.x * s + o, values.y * s + o);
+      const float s = (i & 1 ? scales.y : scales.x) * Format::RESCALE, o = i & 1 ? offsets.y : offsets.x;
+      *(u32*)(rows + (warp * 16 + g + (i & 1) * 8) * STRIDE + part * 32 + i / 4 * 16 + (i & 2) * 4 + 2 * c) = Number::pack(__fadd_rn(__fmul_rn(values.x, s), o), __fadd_rn(__fmul_rn(values.y, s), o));
     }
   }
   __syncthreads();

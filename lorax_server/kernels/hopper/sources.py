@@ -134,8 +134,9 @@ class QuantizedVariant:
     dtype: torch.dtype
     format: PackedFormat
     height: int
-    is_wide: bool  # WGMMA instead of mma.sync
-    tiles: int  # tiles of 128 columns per block; with WGMMA, buffers of sums
+    uses_wgmma: bool  # instead of mma.sync
+    tiles: int  # tiles of 128 columns per block, 1 with WGMMA
+    sum_buffers: int  # with WGMMA, products that run at the same time
     stages: int
     cluster: int
     with_lora: bool
@@ -143,11 +144,11 @@ class QuantizedVariant:
     @property
     def columns(self) -> int:
         """Return the number of columns per block."""
-        return 128 if self.is_wide else 128 * self.tiles
+        return 128 * self.tiles
 
     @property
     def ring_bytes(self) -> int:
-        return self.stages * (self.columns // 128 * self.format.record_bytes + self.height * STEP_INPUTS * 2)
+        return self.stages * (self.tiles * self.format.record_bytes + self.height * STEP_INPUTS * 2)
 
     @property
     def shared_bytes(self) -> int:
@@ -155,14 +156,14 @@ class QuantizedVariant:
 
     @property
     def blocks_per_sm(self) -> int:
-        return 2 if 2 * self.shared_bytes <= MAX_SHARED_BYTES else 1
+        return 2 if self.shared_bytes <= TWO_BLOCKS_SHARED_BYTES else 1
 
     @property
     def source(self) -> str:
         lora = "true" if self.with_lora else "false"
         types = self.format.write_types(self.dtype)
-        if self.is_wide:
-            product = f"WideQuantizedProduct<{types}, {self.height}, {self.tiles}, {self.stages}>"
+        if self.uses_wgmma:
+            product = f"WideQuantizedProduct<{types}, {self.height}, {self.sum_buffers}, {self.stages}>"
         else:
             product = f"QuantizedProduct<{types}, {self.height}, {self.tiles}, {self.stages}>"
         return "\n".join(

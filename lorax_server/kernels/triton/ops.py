@@ -101,13 +101,17 @@ class TritonOps:
         for weights in linears:
             quantized.compile_products(weights)
 
+    def multiply_base(self, x: torch.Tensor, weights: LinearWeights) -> torch.Tensor:
+        """Return `x @ weight.T + bias` without adapters."""
+        return quantized.multiply_base(x, weights)
+
     def linear(
         self, x: torch.Tensor, weights: LinearWeights, lora: LoraBatch | None, targets: Sequence[LoraTarget]
     ) -> torch.Tensor:
         if lora is None or not len(x):
-            return quantized.multiply_base(x, weights)
+            return self.multiply_base(x, weights)
         if len(x) <= DECODE_ROWS:
-            out = quantized.multiply_base(x, weights)
+            out = self.multiply_base(x, weights)
             self._apply_adapters(out, x, lora, targets, with_vectors=True)
         else:
             out = prompt_lora.linear(x, weights, lora, targets)

@@ -15,6 +15,7 @@ from lorax_server.kernels.device import is_host
 from lorax_server.kernels.quantized import MIN_BLOCK, PACKED_INPUTS, pack_4_bits
 from lorax_server.quantization_config import QuantizationConfig
 
+MAX_GPU_BLOCK = 128  # inputs per stored scale on a GPU
 DECODE_CHUNK_ELEMENTS = 2**22  # matrix elements to decode at a time, to limit temporary memory
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e8m0fnu)
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -100,7 +101,7 @@ class QuantizedTensor(ABC):
         count, block = math.prod(self.shape), find_block_size(self.shape[1], self.num_groups)
         if block is None or (self.has_levels and is_host(device)):
             return count * dtype.itemsize
-        block = min(block, PACKED_INPUTS) if is_host(device) else block
+        block = min(block, PACKED_INPUTS if is_host(device) else MAX_GPU_BLOCK)
         return count * (self.bits / 8 + SCALE_BYTES * (1 + self.has_zeros) / block)
 
     @abstractmethod

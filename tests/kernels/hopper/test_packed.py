@@ -56,7 +56,7 @@ MATRICES = {
 
 
 @pytest.mark.parametrize("name", MATRICES)
-@pytest.mark.parametrize("shape", [(128, 128), (256, 512), (72, 384), (300, 640)])
+@pytest.mark.parametrize("shape", [(128, 128), (256, 512), (72, 384), (296, 640)])
 def test_packed_rows_equal_the_matrix(name: str, shape: tuple[int, int]) -> None:
     matrix = MATRICES[name](draw_matrix(*shape))
     packed = pack(matrix, None)
@@ -71,6 +71,24 @@ def test_packed_rows_equal_the_matrix(name: str, shape: tuple[int, int]) -> None
         assert torch.equal(packed.look_up_rows(rows), expected)
         chosen = torch.tensor([[7, 3], [60, 7]])
         assert torch.equal(packed[5:].look_up_rows(chosen - 2), expected[chosen + 3])
+
+
+def test_large_matrix_is_packed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = add_zeros(quantize_blocks(draw_matrix(1000, 128), 4, 64))
+    whole = pack(matrix, None)
+    monkeypatch.setattr("lorax_server.kernels.hopper.packed.PACK_ROWS", 256)
+    chunked = pack(matrix, None)
+    assert whole is not None
+    assert chunked is not None
+    assert torch.equal(whole.records, chunked.records)
+
+
+@pytest.mark.parametrize("index", [-1, 72])
+def test_row_outside_the_matrix_is_rejected(index: int) -> None:
+    packed = pack(quantize_blocks(draw_matrix(72, 128), 4), None)
+    assert packed is not None
+    with pytest.raises(IndexError, match=r"row indices must be in \[0, 72\)"):
+        packed.look_up_rows(torch.tensor([index]))
 
 
 def test_padding_is_zero() -> None:
@@ -93,11 +111,13 @@ def test_rounded_levels_have_small_errors() -> None:
     "matrix",
     [
         quantize_blocks(draw_matrix(8, 288), 4, 96),
+        quantize_blocks(draw_matrix(12, 256), 4),
+        add_offsets(quantize_blocks(draw_matrix(8, 256), 4))[:0],
         quantize_blocks(draw_matrix(8, 256), 8, 16),
         replace(quantize_float8(draw_matrix(8, 128), 64), values=torch.full((8, 128), 127, dtype=torch.uint8)),
         replace(quantize_float8(draw_matrix(8, 128), 64), levels=float8_levels(torch.device("cpu"), torch.float8_e5m2)),
     ],
-    ids=["blocks of 96", "blocks of 16", "NaN", "e5m2"],
+    ids=["blocks of 96", "12 rows", "no rows", "blocks of 16", "NaN", "e5m2"],
 )
 def test_unsupported_matrix_has_no_format(matrix: BlockMatrix) -> None:
     assert find_format(matrix) is None

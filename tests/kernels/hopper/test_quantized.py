@@ -13,6 +13,7 @@ from tests.kernels.batches import LinearCase, draw_adapters, error
 pytest.importorskip("cuda.bindings", reason="needs cuda-core")
 pytest.importorskip("triton", reason="needs Triton")
 from lorax_server.kernels.hopper.ops import HopperOps
+from lorax_server.kernels.hopper.packed import PackedMatrix
 from tests.kernels.hopper.test_linear import TOLERANCE, make_adapters
 
 pytestmark = pytest.mark.gpu
@@ -87,3 +88,30 @@ def test_graph_replays_quantized_product(ops: HopperOps, rows: int) -> None:
         out = ops.linear(x, weights, None, ())
     graph.replay()
     assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("name", ["int4", "int4 with zero points", "int8 per row", "offsets", "fp8", "16 levels"])
+@pytest.mark.parametrize("shape", [(1000, 1728), (1160, 576), (256, 4224), (384, 4096), (32, 14336)])
+def test_products_of_unusual_shapes_match_float32(ops: HopperOps, shape: tuple[int, int], name: str) -> None:
+    """Half steps, partly filled tiles, odd numbers of tiles, and clusters with blocks that have nothing to do."""
+    weight = torch.randn(shape, device="cuda").to(torch.bfloat16) * 0.02
+    matrix = FORMATS[name](weight)
+    weights = ops.make_linear(matrix, None)
+    assert isinstance(weights.weight, PackedMatrix)
+    expected_weight = matrix.read()
+    assert torch.equal(weights.weight.read(), expected_weight)
+    assert torch.equal(weights.weight[5:23].read(), expected_weight[5:23])
+    assert torch.equal(weights.weight[5:23].look_up_rows(torch.tensor([3, 0])), expected_weight[[8, 5]])
+    for rows in (1, 9, 30, 60, 120, 250):
+        x = torch.randn(rows, shape[1], device="cuda").to(torch.bfloat16)
+        expected = x.float() @ expected_weight.float().T
+        assert error(ops.linear(x, weights, None, ()), expected) < 2 * TOLERANCE[torch.bfloat16]
+
+
+def test_number_of_outputs_that_is_not_a_multiple_of_8_uses_other_kernels(ops: HopperOps) -> None:
+    matrix = quantize_blocks(torch.randn(1001, 256, device="cuda").to(torch.bfloat16), 8)
+    weights = ops.make_linear(matrix, None)
+    assert not isinstance(weights.weight, PackedMatrix)
+    x = torch.randn(3, 256, device="cuda").to(torch.bfloat16)
+    expected = x.float() @ matrix.read().float().T
+    assert error(ops.linear(x, weights, None, ()), expected) < 2 * TOLERANCE[torch.bfloat16]

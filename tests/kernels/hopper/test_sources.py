@@ -7,18 +7,21 @@ import pytest
 import torch
 
 from lorax_server.kernels.hopper import sources
-from lorax_server.kernels.hopper.linear_settings import ONE_BLOCK_STAGES, TWO_BLOCK_STAGES
+from lorax_server.kernels.hopper.linear_settings import ONE_BLOCK_STAGES, TWO_BLOCK_STAGES, find_quantized_setting
 from lorax_server.kernels.hopper.sampling import LOGITS_CUDA_TYPES, SampleVariant
 from lorax_server.kernels.hopper.sources import (
     ACTIVATIONS,
     HEIGHTS,
     MAX_SHARED_BYTES,
     AddLoraVariant,
+    DequantizeVariant,
     GateVariant,
     LinearVariant,
     NormVariant,
+    PackedFormat,
     PlanVariant,
     PromptLoraVariant,
+    QuantizedVariant,
     Variant,
 )
 
@@ -28,6 +31,11 @@ from lorax_server.kernels.hopper.decode_attention import DecodePlanVariant, Deco
 from lorax_server.kernels.hopper.prefill_attention import HEAD_DIMS, PrefillVariant
 
 BF16, FP16 = torch.bfloat16, torch.float16
+ZEROS = PackedFormat("int4", 1, has_float_scales=False, shift="zeros")
+LEVELS = PackedFormat("levels4", 2, has_float_scales=True, shift="none")
+FLOATS = PackedFormat("float8", 2, has_float_scales=True, shift="none")
+OFFSETS = PackedFormat("int8", 4, has_float_scales=True, shift="offsets")
+PACKED_FORMATS = [ZEROS, LEVELS, FLOATS, OFFSETS, PackedFormat("int4", 4, has_float_scales=False, shift="none")]
 VARIANTS: list[Variant] = [PlanVariant(), LinearVariant(BF16, 8, 11, 2, True), PromptLoraVariant(FP16, "expand_prompt")]
 MORE_VARIANTS: list[Variant] = [
     LinearVariant(FP16, 16, 6, 1, True),
@@ -48,6 +56,13 @@ MORE_VARIANTS: list[Variant] = [
         for tiles in (1, 2)
     ),
     DecodeVariant(FP16, False, 128, 1),
+    QuantizedVariant(BF16, ZEROS, 8, False, 2, 1, 5, 8, True),
+    QuantizedVariant(FP16, LEVELS, 16, False, 2, 1, 3, 4, True),
+    QuantizedVariant(BF16, FLOATS, 32, True, 1, 2, 4, 1, True),
+    QuantizedVariant(FP16, ZEROS, 64, True, 1, 1, 4, 4, True),
+    QuantizedVariant(BF16, LEVELS, 128, True, 1, 1, 4, 2, False),
+    QuantizedVariant(BF16, OFFSETS, 64, False, 1, 1, 3, 4, True),
+    *(DequantizeVariant(BF16, packed) for packed in PACKED_FORMATS),
 ]
 
 
@@ -62,6 +77,21 @@ def test_stages_fit_in_shared_memory(height: int) -> None:
     assert LinearVariant(BF16, height, ONE_BLOCK_STAGES[height], 1, True).shared_bytes <= MAX_SHARED_BYTES
     if height < 128:
         assert LinearVariant(BF16, height, TWO_BLOCK_STAGES[height], 1, True).blocks_per_sm == 2
+
+
+@pytest.mark.parametrize("packed", PACKED_FORMATS, ids=str)
+@pytest.mark.parametrize("height", HEIGHTS)
+def test_quantized_settings_are_valid(height: int, packed: PackedFormat) -> None:
+    for num_sms in (78, 132):
+        for outputs in (8, 128, 136, 384, 4096, 28672, 128256):
+            for inputs in (64, 576, 4096, 14336):
+                setting = find_quantized_setting(packed, inputs, outputs, height, num_sms)
+                variant = QuantizedVariant(BF16, packed, height, *setting[:5], True)
+                assert setting.stages >= 3
+                assert variant.shared_bytes <= MAX_SHARED_BYTES
+                assert variant.ring_bytes >= height * (variant.columns + 4) * 4  # the sums fit
+                assert setting.lora_blocks % setting.cluster == 0
+                assert 0 < setting.lora_blocks <= num_sms * variant.blocks_per_sm  # all can run at the same time
 
 
 def test_struct_layout_mismatch_fails_to_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
