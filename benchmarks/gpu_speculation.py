@@ -89,6 +89,8 @@ class Recording:
         self._num_tokens = 0  # in steps after the first of these steps
 
     def record_step(self, mark: Mark, outputs: list[Output]) -> None:
+        if not outputs:
+            return  # the step was submitted, but no step was collected
         if len(self._started) == self._num_sequences:
             self._num_tokens += sum(len(output.tokens) for output in outputs)
             self._times.append(mark.at)
