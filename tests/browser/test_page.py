@@ -454,6 +454,7 @@ def test_filter_queries_server_for_more_adapters(visit: Visit) -> None:
     playground.at("#search").fill("far")
     expect(playground.option("far-away")).to_contain_text("on disk")
     playground.at("#search").fill("")
+    expect(playground.option("near-by")).to_contain_text("on disk")
     with playground.page.expect_request("**/v1/models"):  # the model list has changed
         near.append("newly-named")
 

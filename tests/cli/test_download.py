@@ -80,7 +80,7 @@ def test_folder_without_config_is_rejected(tmp_path: Path, cache: Path) -> None:
         find(str(tmp_path), None, "hub", cache)
 
 
-@pytest.mark.parametrize("name", ["/no/such/model", "./nothing", "~/nothing-here", "../nothing"])
+@pytest.mark.parametrize("name", ["/no/such/model", "./nothing", "~/nothing-here", "../no-such-model-folder"])
 def test_missing_path_is_not_requested_from_hub(name: str, cache: Path) -> None:
     with pytest.raises(ConfigError, match="no such file or folder"):
         find(name, None, "hub", cache)
