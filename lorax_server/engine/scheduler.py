@@ -162,11 +162,8 @@ class Scheduler:
         self._decode_batch = None  # its columns contain adapter indices
 
     def schedule(self) -> StepPlan | None:
-        """Return the next step plan, or None if there is no work, or if it must wait for drafts in flight."""
+        """Return the next step plan, or None if there is no work."""
         self.queues.fail_timed_out()
-        return None if self._must_wait_for_drafts() else self._schedule()
-
-    def _schedule(self) -> StepPlan | None:
         self._unblock_followers()
         self._preempt_for_fairness()
         builder = StepBuilder(self.limits.max_step_tokens, self.limits.max_prefill_chunk_tokens, self.limits.can_chunk)
@@ -311,13 +308,6 @@ class Scheduler:
                 drafts[sequence] = draft
                 num_spare -= len(draft)
         return drafts
-
-    def _must_wait_for_drafts(self) -> bool:
-        """Return True if at least a quarter of the running sequences have drafts in flight. A step without these
-        sequences would delay them by a step, and the batch would stay split.
-        """
-        num_drafted = sum([len(step.drafts) for step in self.in_flight])
-        return num_drafted > 0 and 4 * num_drafted >= len(self._running)
 
     def _waits(self, sequence: Sequence) -> bool:
         if self._drafter is None or not self._has_draft_room or not sequence.request.speculation:

@@ -1190,18 +1190,6 @@ class EagerDrafter(RandomDrafter):
         self.times.append((num_sequences, num_drafted, seconds))
 
 
-def test_sequences_with_drafts_stay_in_the_same_step() -> None:
-    """Two groups of sequences whose prompts run in different steps share all steps after their first drafts."""
-    engine = Engine(make_limits(16, 8, 64), 200, max_steps_in_flight=2, drafter=EagerDrafter())
-    for i in range(8):
-        engine.scheduler.add(make_request(i, [1 + i % 6, 3, 4, 5], 40, eos=False))
-    for _ in range(12):
-        engine.step()
-    drafts = [plan for plan in engine.plans if plan.drafts is not None]
-    assert len(drafts) > 3
-    assert [len(plan.slots) for plan in drafts[2:]] == [8] * (len(drafts) - 2)
-
-
 @pytest.mark.parametrize(
     ("num_sequences", "share"), [(8, 7), (16, 3), (32, 1), (33, 0)]
 )  # 64 sampled tokens fit into a step

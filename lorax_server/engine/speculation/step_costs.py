@@ -1,23 +1,20 @@
 """Estimates how long decode steps take without drafts, and how much time drafts add."""
 
 DECAY = 0.995  # weight of a step after the next step of the same kind
-# Weight of steps with drafts after a step without drafts. Drafts are tried again after a few hundred steps, because
-# the first steps with drafts may have been slow.
-IDLE_DECAY = 0.99
+IDLE_DECAY = 0.999  # weight of steps with drafts after a step without drafts, so that they are measured again
 MIN_PLAIN_STEPS, PLAIN_INTERVAL = 3.0, 64  # one of this many steps has no drafts, and more steps at first
 # Assumed fixed costs of a step, such as reading the weights, in tokens: on CPUs, and on GPUs.
 PRIOR_RATIO, GPU_PRIOR_RATIO = 8.0, 128.0
 PRIOR_OVERHEAD = 0.1  # assumed fixed costs of drafts, as a share of a step
 PRIOR_STEPS = 4.0  # weight of the assumed values, in steps
-MAX_OUTLIER = 2.0  # a longer time than this multiple of the expected time is counted as this multiple
+PRIOR_VARIANCE = 16.0  # of the number of tokens
+MAX_OUTLIER = 3.0  # a longer time than this multiple of the assumed time is counted as this multiple
 
 
 class _Line:
     """Fits a line to points with decaying weights, and an assumed slope that counts as additional points."""
 
-    def __init__(self, prior_variance: float) -> None:
-        """`prior_variance` is the variance of x in the points that the assumed slope counts as."""
-        self._prior_variance = prior_variance
+    def __init__(self) -> None:
         self.weight = self._x = self._y = self._xx = self._xy = 0.0
 
     def add(self, x: float, y: float) -> None:
@@ -35,7 +32,7 @@ class _Line:
     def slope(self, prior: float) -> float:
         """Return the slope. The assumed slope `prior` has the weight of `PRIOR_STEPS` points."""
         x, _ = self.means()
-        prior_weight = PRIOR_STEPS * self._prior_variance
+        prior_weight = PRIOR_STEPS * PRIOR_VARIANCE
         return (self._xy - x * self._y + prior_weight * prior) / (self._xx - x * self._x + prior_weight)
 
 
@@ -50,10 +47,8 @@ class StepCosts:
         """
         self._prior_ratio = prior_ratio
         self._records_graphs = records_graphs
-        # With a fixed variance, a few slow steps would dominate the slope in large batches on GPUs.
-        variance = (prior_ratio / 2) ** 2
-        self._plain = _Line(variance)  # seconds of steps without drafts, by number of sequences
-        self._extra = _Line(variance)  # additional seconds of steps with drafts, by number of draft tokens
+        self._plain = _Line()  # seconds of steps without drafts, by number of sequences
+        self._extra = _Line()  # additional seconds of steps with drafts, by number of draft tokens
         self._known_sizes: set[int] = set()  # in tokens
         self._num_drafted_steps = 0  # since the last step without drafts
         self._in_draft_tokens: dict[int, tuple[float, float]] = {}  # by number of sequences, since the last step
@@ -74,9 +69,9 @@ class StepCosts:
             self._known_sizes.add(size)
             return
         if self._plain.weight:
-            fixed_s, token_s = self.estimate_drafts(num_sequences) if num_drafted else (0.0, 0.0)
-            expected_s = self.estimate_plain(num_sequences) + fixed_s + token_s * num_drafted
-            seconds = min(seconds, MAX_OUTLIER * expected_s)
+            plain_s = self.estimate_plain(num_sequences)
+            assumed_s = plain_s * (1 + num_drafted / (self._prior_ratio + num_sequences))
+            seconds = min(seconds, MAX_OUTLIER * assumed_s)
         if not num_drafted:
             self._plain.add(num_sequences, seconds)
             self._extra.decay(IDLE_DECAY)

@@ -236,28 +236,10 @@ def test_draft_costs_are_measured_again_after_a_while() -> None:
         costs.record(4, 0, 0.01)
         costs.record(4, 4, 0.025)
     before = costs.in_draft_tokens(4)
-    for _ in range(800):
+    for _ in range(8000):
         costs.record(4, 0, 0.01)
     after = costs.in_draft_tokens(4)
     assert before[1] > after[1]
-
-
-@pytest.mark.parametrize("num_slow", [1, 4, 8])
-def test_slow_first_steps_with_drafts_are_forgotten(num_slow: int) -> None:
-    """On a GPU, drafts pay off in a batch of 64. The first steps with drafts are slow, and their sizes differ."""
-    drafter = SpeculativeDrafter(8, costs=StepCosts(GPU_PRIOR_RATIO, records_graphs=False))
-    for _ in range(3):
-        teach(drafter, [1, 2], TEXT)
-    num_steps, drafts = 0, list[bool]()
-    for _ in range(3000):
-        draft = drafter.propose(make_sequence([3, 2], TEXT[:9]), 64)
-        num_drafted = 64 * len(draft[:3]) - 8 * (num_steps % 3) if draft else 0
-        is_slow = bool(draft) and num_steps < num_slow
-        num_steps += bool(draft)
-        drafter.record_step(64, num_drafted, 0.3 if is_slow else 0.007 + 3e-5 * num_drafted)
-        drafts.append(bool(draft))
-    assert num_steps > num_slow
-    assert sum(drafts[-500:]) > 450
 
 
 def test_state_of_finished_sequences_is_dropped() -> None:
