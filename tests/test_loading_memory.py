@@ -19,7 +19,7 @@ from lorax_server.weights import progress
 from tests.builders import CPU, ops_of
 
 NUM_EXPERTS = 32
-CONFIG = Qwen3MoeConfig(
+CONFIG = Qwen3MoeConfig(  # type: ignore[call-arg]
     vocab_size=97,
     hidden_size=256,
     intermediate_size=256,

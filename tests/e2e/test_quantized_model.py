@@ -24,11 +24,12 @@ NEW_TOKENS = 12
 def write_model(folder: Path, **quantization: Any) -> None:
     """Write a model whose linear layers bitsandbytes quantized, as for QLoRA training."""
     tokenizer = make_tokenizer()
-    config = LlamaConfig(
+    sizes: dict[str, Any] = {
         **{"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
         **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256},
         **{"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None},
-    )
+    }
+    config = LlamaConfig(**sizes)
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():

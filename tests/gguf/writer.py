@@ -60,7 +60,7 @@ def write_model(
     choose_type: ChooseType = all_float,
     *,
     metadata: Mapping[str, str] = MappingProxyType({}),
-    fields: Mapping[str, float] = MappingProxyType({}),
+    fields: Mapping[str, int | float] = MappingProxyType({}),
     extra: Mapping[str, torch.Tensor] = MappingProxyType({}),
     fuses_qkv: bool = False,
     splits_kv: bool = True,
@@ -78,7 +78,7 @@ def write_model(
     for key, value in metadata.items():
         writer.add_string(key, value)
     for key, number in fields.items():
-        add = writer.add_float32 if isinstance(number, float) else writer.add_uint32
+        add: Any = writer.add_float32 if isinstance(number, float) else writer.add_uint32
         add(key, number)
     tensors = split_experts(model.state_dict())
     tensors = split_keys_and_values(config, tensors) if splits_kv else tensors

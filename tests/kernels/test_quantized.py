@@ -61,7 +61,7 @@ def test_rows_are_selected_on_device_of_matrix() -> None:
 def test_concatenation_of_different_types_keeps_all_weights(first: Kind, second: Kind) -> None:
     parts = [make_matrix(first), make_matrix(second, rows=3)]
     joined = concat_matrices(parts)
-    weights = joined.read() if isinstance(joined, BlockMatrix) else joined
+    weights = joined if isinstance(joined, torch.Tensor) else joined.read()
     assert torch.equal(weights, torch.cat([part.read() for part in parts]))
     if first == second:
         assert isinstance(joined, BlockMatrix)

@@ -260,12 +260,12 @@ def _bitsandbytes_8_bits(weight: torch.Tensor) -> tuple[Stored, torch.Tensor]:
     return stored, functions.int8_vectorwise_dequant(values, scales)
 
 
-INT4 = {"num_bits": 4, "type": "int"}
-INT8 = {"num_bits": 8, "type": "int"}
-FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
-GROUPS = {"strategy": "group", "group_size": GROUP}
+INT4: dict[str, Any] = {"num_bits": 4, "type": "int"}
+INT8: dict[str, Any] = {"num_bits": 8, "type": "int"}
+FLOAT8: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}
+GROUPS: dict[str, Any] = {"strategy": "group", "group_size": GROUP}
 DYNAMIC8 = {"num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True}
-BLOCKS = {"strategy": "block", "block_structure": [16, GROUP]}
+BLOCKS: dict[str, Any] = {"strategy": "block", "block_structure": [16, GROUP]}
 FORMATS: dict[str, Format] = {
     "gptq": _gptq(4),
     "gptq-asymmetric": _gptq(4, is_symmetric=False),

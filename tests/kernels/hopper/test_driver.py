@@ -1,6 +1,7 @@
 """Launching kernels from several threads, with a fake driver."""
 
 import ctypes
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 pytest.importorskip("cuda.bindings", reason="needs cuda-core")
+from cuda.bindings.driver import CUresult
+
 from lorax_server.kernels.hopper import driver
 
 NUM_LAUNCHES = 200
@@ -27,17 +30,16 @@ def test_threads_do_not_change_the_grids_of_other_launches(monkeypatch: pytest.M
     launched: list[tuple[int, int]] = []
 
     def launch(config: Any, function: Any, pointers: int, extra: int) -> tuple[int]:
-        (address,) = (ctypes.c_void_p * 1).from_address(pointers)
+        address = ctypes.c_size_t.from_address(pointers).value
         launched.append((config.gridDimX, ctypes.c_int.from_address(address).value))
-        return (driver.driver.CUresult.CUDA_SUCCESS,)
+        return (CUresult.CUDA_SUCCESS,)
 
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
-    results = driver.driver.CUresult
-    monkeypatch.setattr(driver, "driver", SimpleNamespace(cuLaunchKernelEx=launch, CUresult=results))
+    monkeypatch.setattr(driver, "driver", SimpleNamespace(cuLaunchKernelEx=launch, CUresult=CUresult))
     monkeypatch.setattr(driver.Kernel, "__init__", lambda _: None)
-    kernel = driver.Kernel()  # type: ignore[call-arg]
-    kernel._index, kernel._function, kernel._lock = 0, None, driver.threading.Lock()
+    kernel: Any = driver.Kernel()  # type: ignore[call-arg]
+    kernel._index, kernel._function, kernel._lock = 0, None, threading.Lock()
     kernel._configs = [SlowConfig(), SlowConfig()]
 
     def launch_often(blocks: int) -> None:

@@ -7,6 +7,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from lorax_server.kernels.quantized import MIN_BLOCK
 from lorax_server.kernels.triton import experts, quantized
 from tests.kernels.quantized_cases import Kind
 
@@ -40,7 +41,7 @@ def compile_kernel(
 def compile_all(capability: int, dtype: str, kinds: list[Kind]) -> int:
     count, size = 0, {"bf16": 2, "fp32": 4}[dtype]
     for bits, block, extra in kinds:
-        part = (32 if bits == 4 else 16) if block == quantized.MIN_BLOCK else min(quantized.MAX_PART_INPUTS, block)
+        part = (32 if bits == 4 else 16) if block == MIN_BLOCK else min(quantized.MAX_PART_INPUTS, block)
         encoding = {"INPUTS": INPUTS, "BITS": bits, "BLOCK": block, "PART": part, "HAS_OFFSETS": extra == "offsets"}
         encoding |= {"HAS_LEVELS": extra == "levels", "IS_FLOAT8": extra == "levels" and bits == 8}
         values = "*u8" if bits == 4 or extra == "levels" else "*i8"

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -38,9 +39,8 @@ def add_offsets(weight: torch.Tensor) -> QuantizedMatrix:
 
 def quantize_some(weight: torch.Tensor) -> torch.Tensor | QuantizedMatrix:
     """Quantize a matrix in one of two formats, or not at all, depending on its weights."""
-    formats = [partial(quantize_blocks, bits=8), partial(quantize_blocks, bits=4), lambda matrix: matrix]
-    chosen: torch.Tensor | QuantizedMatrix = formats[int(weight[0, 0] > 0) + int(weight[1, 0] > 0)](weight)
-    return chosen
+    number = int(weight[0, 0] > 0) + int(weight[1, 0] > 0)
+    return weight if number == 2 else quantize_blocks(weight, bits=4 if number else 8)
 
 
 FORMATS = [
@@ -59,8 +59,9 @@ def place(lora: LoraBatch, device: torch.device) -> LoraBatch:
 def make(mixture: Mixture, device: torch.device) -> ExpertWeights:
     made = mixture.make(kernels)
     assert made.stacked is not None
+    stacked: Any = made.stacked
     gate_up, down = (
-        StackedMatrices(weight.to(device), None if bias is None else bias.to(device)) for weight, bias in made.stacked
+        StackedMatrices(weight.to(device), None if bias is None else bias.to(device)) for weight, bias in stacked
     )
     return replace(made, stacked=(gate_up, down))
 
@@ -94,7 +95,8 @@ def test_quantized_experts_match_their_decoded_weights(
     quantize: Callable[[torch.Tensor], torch.Tensor | QuantizedMatrix], device: torch.device
 ) -> None:
     mixture = Mixture(hidden=64, inner=64, num_experts=5, top_k=2)
-    stored = [ExpertMatrices(*(quantize(part.to(device)) for part in expert[:2])) for expert in mixture.matrices()]
+    matrices: Any = mixture.matrices()
+    stored = [ExpertMatrices(quantize(each[0].to(device)), quantize(each[1].to(device))) for each in matrices]
     decoded = [ExpertMatrices(*(LinearWeights(part).plain for part in expert[:2])) for expert in stored]
     activation = Activation("silu", F.silu)
     x, routing, lora = mixture.inputs(13), mixture.route(13), mixture.lora([(2, 6), (0, 3), (1, 4)], RANKS)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lorax_server.kernels import LinearWeights, reference
+from lorax_server.kernels.matrix import StoredMatrix
 from lorax_server.kernels.quantized import BlockMatrix, quantize_blocks
 from lorax_server.kernels.triton import quantized
 from lorax_server.kernels.triton.ops import TritonOps
@@ -61,6 +62,7 @@ def test_decoded_matrix_matches_specification(device: torch.device, kind: Kind, 
     # A GPU fuses the multiplication with the addition, and the interpreter does not round to bfloat16 but truncates.
     torch.testing.assert_close(found, expected, rtol=1e-2 if dtype == BF16 else 1e-3, atol=1e-6)
     assert weights.shape == (70, 192)
+    assert isinstance(weights.weight, StoredMatrix)
     assert torch.equal(weights.weight[3:9].read(), found[3:9])
 
 
