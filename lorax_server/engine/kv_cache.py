@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from lorax_server.engine.block_pool import BlockPool
 from lorax_server.engine.sequence import Sequence
 
-MIN_SHARED_TOKENS = 64  # a sequence waits for another sequence's prefill if it saves at least this many tokens
+MIN_SHARED_TOKENS = (
+    64  # minimum number of shared prompt tokens for which a sequence waits until another has computed them
+)
 
 
 class KvCache:

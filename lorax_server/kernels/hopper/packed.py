@@ -15,7 +15,7 @@ from lorax_server.kernels.quantized import BlockMatrix, float8_levels, is_same_t
 
 TILE, STEP, PART = 128, 128, 32  # columns and inputs per record, inputs per part
 PACK_ROWS = 4096  # rows that are packed at a time
-MIN_ROWS = 8  # the number of rows must be a multiple
+MIN_ROWS = 8  # the number of rows must be a multiple of this number
 SLAB = 64  # inputs per slab of activations
 NAN_BITS = 0x7F  # of 8-bit floats
 MAX_ZERO = 128  # larger zero points are not exact in bfloat16
@@ -78,7 +78,7 @@ class PackedMatrix(StoredMatrix):
         return out
 
     def look_up_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """Dequantize rows with torch. The values are those of `read`."""
+        """Dequantize rows with torch. The result equals these rows of `read`."""
         self.check_rows(rows)
         held = torch.arange(self.start, self.stop, device=self.device)
         indices = held.index_select(0, rows.flatten().to(self.device))  # reports indices outside the matrix

@@ -231,7 +231,7 @@ def _copy(values: torch.Tensor) -> torch.Tensor:
 
 
 def keep_nonzero(zeros: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the zero points by name, or nothing if all are 0, so that the matrix needs no offsets."""
+    """Return `{"zeros": zeros}`, or an empty dictionary if all zero points are 0, because offsets are then unnecessary."""
     return {"zeros": zeros} if bool(zeros.any()) else {}
 
 
