@@ -6,9 +6,8 @@ from collections.abc import Iterable
 from lorax_server.engine.block_pool import BlockPool
 from lorax_server.engine.sequence import Sequence
 
-MIN_SHARED_TOKENS = (
-    64  # minimum number of shared prompt tokens for which a sequence waits until another has computed them
-)
+# A sequence waits until another has computed their shared prefix, if it has at least this many tokens.
+MIN_SHARED_TOKENS = 64
 
 
 class KvCache:

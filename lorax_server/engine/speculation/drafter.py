@@ -123,8 +123,8 @@ class SpeculativeDrafter:
     def waits(self, sequence: Sequence, num_running: int) -> bool:
         """Return True if a sequence must wait for its token in flight, because it is likely to get a draft.
 
-        If other sequences keep running, a sequence that waits is missing from the next step. After a failed attempt, it therefore waits only if a draft is
-        likely after a guess for the token in flight.
+        A sequence that waits is missing from the next step, which other sequences use. After a failed attempt, it
+        therefore waits only if a draft is likely after a guess for the token in flight.
         """
         if self._is_paused or self._costs.must_measure_plain:
             return False

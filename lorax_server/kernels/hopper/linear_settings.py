@@ -100,9 +100,8 @@ def find_quantized_setting(
             break
     blocks = num_tiles // tiles
     max_blocks = num_sms * (2 if height == 2 * WGMMA_HEIGHT else 1)
-    max_cluster = (
-        2 if height > 2 * WGMMA_HEIGHT else 4 if uses_wgmma else 8
-    )  # the GPU cannot run all larger clusters at once
+    # The GPU cannot run all blocks at the same time if clusters are larger.
+    max_cluster = 2 if height > 2 * WGMMA_HEIGHT else 4 if uses_wgmma else 8
     steps, cluster = -(-inputs // STEP_INPUTS), 1
     while cluster < max_cluster and 2 * cluster * blocks <= max_blocks and 2 * cluster * MIN_STEPS <= steps:
         cluster *= 2

@@ -231,7 +231,7 @@ def _copy(values: torch.Tensor) -> torch.Tensor:
 
 
 def keep_nonzero(zeros: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return `{"zeros": zeros}`, or an empty dictionary if all zero points are 0, because offsets are then unnecessary."""
+    """Return `{"zeros": zeros}`, or an empty dictionary if all zero points are 0."""
     return {"zeros": zeros} if bool(zeros.any()) else {}
 
 
