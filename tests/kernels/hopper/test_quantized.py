@@ -39,7 +39,7 @@ def make_levels(weight: torch.Tensor, count: int) -> BlockMatrix:
 FORMATS = {
     "int4": lambda weight: quantize_blocks(weight, 4),
     "int4 in blocks of 128": lambda weight: quantize_blocks(weight, 4, 128),
-    "int4 with zero points": lambda weight: add_zeros(quantize_blocks(weight, 4, 128)),
+    "int4 with zero points": lambda weight: add_zeros(quantize_blocks(weight, 4, 64)),
     "int8": lambda weight: quantize_blocks(weight, 8),
     "int8 with zero points": lambda weight: add_zeros(quantize_blocks(weight, 8, 128)),
     "int8 per row": lambda weight: quantize_blocks(weight, 8, weight.shape[1]),
