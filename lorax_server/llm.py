@@ -26,7 +26,7 @@ import torch
 from tqdm import tqdm
 
 from lorax_server.adapters.config import check_base_model
-from lorax_server.adapters.in_memory import copy_to_spec, parse_peft_config
+from lorax_server.adapters.in_memory import make_spec, parse_peft_config, release_tensors
 from lorax_server.adapters.spec import AdapterSpec
 from lorax_server.build import build_engine
 from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
@@ -45,6 +45,7 @@ from lorax_server.generation.pooled_results import Entity, LabelScore
 from lorax_server.gguf.model_folder import find_model_folder
 from lorax_server.phases import Phases
 from lorax_server.pooling import CLASSIFY, EMBED, GENERATE, SCORE, TOKEN_CLASSIFY, PoolingConfig, read_pooling
+from lorax_server.process_tuning import short_gil_switch_interval
 from lorax_server.sandbox.sandbox import Sandbox
 from lorax_server.structured_output.trials import TRIAL_TASK, GrammarTrials
 from lorax_server.text.adapter_tokenizers import AdapterTokenizers
@@ -116,6 +117,7 @@ class LLM:
         self._trials = GrammarTrials(self._sandbox, TRIAL_TASK._replace(max_pending=None))
         self._tokenizers = AdapterTokenizers(self._tokenizer, path, self._sandbox)
         self._update_lock = threading.Lock()  # held while an adapter is replaced; taken before `_lock`
+        self._turn = threading.Lock()  # held while waiting for `_lock`, so that threads acquire `_lock` in turn
         self._lock = threading.Lock()  # guards the fields below
         uses: dict[str, Any] = {"task": task, "pooling": pooling, "embedding_dim": embedding_dim}
         config = EngineConfig(ModelConfig(path, dtype=dtype, device=device, quantize=quantize, **uses), **settings)
@@ -359,45 +361,65 @@ class LLM:
         """
         if running not in ("finish", "move"):
             raise InputError(f"running must be 'finish' or 'move' (got {running!r})")
-        with self._update_lock:
+        with self._update_lock, short_gil_switch_interval():
             self._replace(adapter_id, tensors, config, running)
 
     def _replace(self, adapter_id: str, tensors: Mapping[str, torch.Tensor], config: Any, running: str) -> None:
         capabilities = self._engine.capabilities
-        try:
-            present = self._wait_for(self._resolve(adapter_id))
-        except AdapterNotFoundError:
-            if config is None:
-                raise
-            present = ResolvedAdapter("")
-        with self._lock_engine():
-            before = self._engine.find_spec(present.identity) if config is None else None
-        if before is None and config is None:
-            raise AdapterNotFoundError(
-                f"adapter {adapter_id!r} was unloaded while it was being updated; pass its config"
-            )
+        present, before = self._find_present(adapter_id, config)
         parsed = parse_peft_config(config, adapter_id) if before is None else before.checkpoints[0].config
         check_base_model(parsed, capabilities.model_type, capabilities.model_class, None, capabilities.task)
-        spec = copy_to_spec(adapter_id, tensors, parsed, capabilities.max_inputs)
+        spec = make_spec(adapter_id, tensors, parsed, capabilities.max_inputs)
         try:
             with self._lock_engine():
                 self._engine.register(spec)
                 is_pinned = any(each.is_pinned for each in self._engine.list_adapters([present.identity]))
                 loading = self._engine.load(spec.identity, is_pinned)
-            self._wait_for(loading)
-            with self._lock_engine():
-                if running == "move":
-                    runs = [run for run in self._generations.values() if run.adapter_id == adapter_id]
-                    self._engine.move([run.request.request_id for run in runs], spec.identity)
-                self._updates[adapter_id] = _Update(spec, present._replace(identity=spec.identity, tier="", stale=None))
-                old_identities = {*self._loaded.get(adapter_id, ()), present.identity}
-                self._loaded[adapter_id] = {spec.identity}
-                for identity in old_identities:
-                    self._engine.unload(identity)
+            is_switched = False
+            while not is_switched:
+                self._engine.wait()
+                with self._lock_engine():
+                    if not loading.done():
+                        self._run_step()
+                    if is_switched := loading.done():  # switch before the next step
+                        loading.result()
+                        self._switch(adapter_id, spec, present, running)
         except BaseException:
             with self._lock_engine():
                 self._engine.unload(spec.identity)
             raise
+        release_tensors(spec)
+
+    def _find_present(self, adapter_id: str, config: Any) -> tuple[ResolvedAdapter, AdapterSpec | None]:
+        """Return the current version of an adapter, and its spec. The spec is None if the update has a config."""
+        if config is None and (update := self._updates.get(adapter_id)) is not None:
+            return update.resolved, update.spec
+        try:
+            present = self._wait_for(self._resolve(adapter_id))
+        except AdapterNotFoundError:
+            if config is None:
+                raise
+            return ResolvedAdapter(""), None
+        if config is not None:
+            return present, None
+        with self._lock_engine():
+            before = self._engine.find_spec(present.identity)
+        if before is None:
+            raise AdapterNotFoundError(
+                f"adapter {adapter_id!r} was unloaded while it was being updated; pass its config"
+            )
+        return present, before
+
+    def _switch(self, adapter_id: str, spec: AdapterSpec, present: ResolvedAdapter, running: str) -> None:
+        """Use a loaded version of an adapter for new requests, and unload the version `present`."""
+        if running == "move":
+            runs = [run for run in self._generations.values() if run.adapter_id == adapter_id]
+            self._engine.move([run.request.request_id for run in runs], spec.identity)
+        self._updates[adapter_id] = _Update(spec, present._replace(identity=spec.identity, tier="", stale=None))
+        old_identities = {*self._loaded.get(adapter_id, ()), present.identity}
+        self._loaded[adapter_id] = {spec.identity}
+        for identity in old_identities:
+            self._engine.unload(identity)
 
     def unload_adapter(self, adapter_id: str) -> None:
         """Unload all adapter versions with this ID as soon as no request uses them."""
@@ -512,27 +534,31 @@ class LLM:
         """Run one engine step, and deliver its outputs to the requests of all threads."""
         self._engine.wait()
         with self._lock_engine():
-            engine = self._engine
+            self._run_step()
+
+    def _run_step(self) -> None:
+        """Run a step. The caller holds the lock."""
+        engine = self._engine
+        try:
+            outputs = engine.step()
+        except BaseException as error:  # the engine state is undefined now
+            self._open_engine = None
+            self._closed_error = EngineError(f"the engine of this LLM failed: {str(error) or type(error).__name__}")
+            self._generations.clear()
+            engine.close()
+            raise
+        for output in outputs:
+            if (run := self._generations.get(output.request_id)) is None:
+                continue
             try:
-                outputs = engine.step()
-            except BaseException as error:  # the engine state is undefined now
-                self._open_engine = None
-                self._closed_error = EngineError(f"the engine of this LLM failed: {str(error) or type(error).__name__}")
-                self._generations.clear()
-                engine.close()
-                raise
-            for output in outputs:
-                if (run := self._generations.get(output.request_id)) is None:
-                    continue
-                try:
-                    run.append_output(output)
-                except Exception as error:  # other requests must still get their outputs
-                    run.completion.error = LoraxError(f"invalid output: {str(error) or type(error).__name__}")
-                if run.is_done:
-                    del self._generations[output.request_id]
-                    self._num_finished += 1
-                    if output.finish_reason is None and output.failure is None:
-                        engine.abort(output.request_id)  # stopped by a stop string, which the engine does not check
+                run.append_output(output)
+            except Exception as error:  # other requests must still get their outputs
+                run.completion.error = LoraxError(f"invalid output: {str(error) or type(error).__name__}")
+            if run.is_done:
+                del self._generations[output.request_id]
+                self._num_finished += 1
+                if output.finish_reason is None and output.failure is None:
+                    engine.abort(output.request_id)  # stopped by a stop string, which the engine does not check
 
     @property
     def _engine(self) -> Engine:
@@ -543,9 +569,14 @@ class LLM:
     @contextmanager
     def _lock_engine(self) -> Iterator[None]:
         """Lock the engine, delay SIGINT, and abort abandoned requests."""
-        with _delay_sigint(), self._lock:
-            self._abort_abandoned()
-            yield
+        with _delay_sigint():
+            with self._turn:
+                self._lock.acquire()
+            try:
+                self._abort_abandoned()
+                yield
+            finally:
+                self._lock.release()
 
     # --- Adapters and text --------------------------------------------------------------------------------------------
 

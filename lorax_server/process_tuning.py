@@ -7,7 +7,8 @@ import ctypes
 import gc
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 TUNING_VARIABLE = "LORAX_PROCESS_TUNING"
 GIL_SWITCH_INTERVAL_S = 1e-5  # Python's default is 5 ms
@@ -42,6 +43,18 @@ def set_gil_switch_interval() -> None:
     if is_enabled():
         sys.setswitchinterval(GIL_SWITCH_INTERVAL_S)
         _call_libc("prctl", PR_SET_TIMERSLACK, TIMER_SLACK_NS, 0, 0, 0)
+
+
+@contextmanager
+def short_gil_switch_interval() -> Iterator[None]:
+    """Reduce the time that threads wait for the GIL while the context is active."""
+    interval = sys.getswitchinterval()
+    if is_enabled():
+        sys.setswitchinterval(min(interval, GIL_SWITCH_INTERVAL_S))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def freeze_gc() -> None:

@@ -14,6 +14,7 @@ import torch
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 
+from lorax_server.adapters.in_memory import copy_to_host
 from lorax_server.errors import AdapterError, AdapterNotFoundError, InputError
 from lorax_server.llm import LLM
 from lorax_server.types import StopParams
@@ -65,6 +66,15 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Versions:
 def llm(versions: Versions) -> Iterator[LLM]:
     with LLM(versions.model, versions.root, **SMALL) as llm:
         yield llm
+
+
+def test_tensors_are_copied_with_one_transfer_per_dtype() -> None:
+    tensors = {"a": torch.randn(3, 4), "b": torch.randn(5).half(), "c": torch.randn(2, 2), "d": torch.zeros(0, 3)}
+    copies = copy_to_host(tensors)
+    assert copies.keys() == tensors.keys()
+    assert all(torch.equal(copies[key], tensor) for key, tensor in tensors.items())
+    assert copies["a"].data_ptr() != tensors["a"].data_ptr()
+    assert copies["a"].untyped_storage().data_ptr() == copies["c"].untyped_storage().data_ptr()
 
 
 def generate(llm: LLM, adapter: str = "poet") -> list[int]:

@@ -7,7 +7,14 @@ import sys
 import pytest
 
 from lorax_server import process_tuning
-from lorax_server.process_tuning import MIMALLOC_PURGE_DELAY, TUNING_VARIABLE, set_mimalloc_purge_delay, trim_malloc
+from lorax_server.process_tuning import (
+    GIL_SWITCH_INTERVAL_S,
+    MIMALLOC_PURGE_DELAY,
+    TUNING_VARIABLE,
+    set_mimalloc_purge_delay,
+    short_gil_switch_interval,
+    trim_malloc,
+)
 
 SWITCH_INTERVAL = (
     "import ctypes, sys\n"
@@ -132,3 +139,12 @@ def test_user_mimalloc_setting_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MIMALLOC_PURGE_DELAY, "7")
     set_mimalloc_purge_delay()
     assert os.environ[MIMALLOC_PURGE_DELAY] == "7"
+
+
+@pytest.mark.parametrize("value", ["1", "0"])
+def test_switch_interval_is_restored(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TUNING_VARIABLE, value)
+    before = sys.getswitchinterval()
+    with short_gil_switch_interval():
+        assert sys.getswitchinterval() == pytest.approx(GIL_SWITCH_INTERVAL_S if value == "1" else before)
+    assert sys.getswitchinterval() == pytest.approx(before)

@@ -135,7 +135,7 @@ class _BufferLayout:
             pause()
             offset, tensor = self.tensors.pop()
             end = offset + tensor.numel()
-            _copy_tensor(tensor, buffer[offset:end].view(tensor.shape))
+            copy_tensor(tensor, buffer[offset:end].view(tensor.shape))
             if end < stop:
                 buffer[end:stop] = 0
             stop = offset
@@ -143,7 +143,7 @@ class _BufferLayout:
         return buffer
 
 
-def _copy_tensor(source: torch.Tensor, target: torch.Tensor) -> None:
+def copy_tensor(source: torch.Tensor, target: torch.Tensor) -> None:
     """Copy a tensor on the current thread only, so that the other cores stay free for decode steps.
 
     Transposed tensors are copied in blocks, which is several times faster.

@@ -10,7 +10,7 @@ import torch
 
 from lorax_server.adapters.config import AdapterConfig, parse_config
 from lorax_server.adapters.methods.size import count_elements
-from lorax_server.adapters.spec import AdapterCheckpoint, AdapterSpec
+from lorax_server.adapters.spec import AdapterCheckpoint, AdapterSpec, InMemoryWeights
 from lorax_server.adapters.tensor_reader import describe_tensors
 from lorax_server.errors import AdapterError
 
@@ -24,16 +24,38 @@ def parse_peft_config(config: Any, name: str) -> AdapterConfig:
         raise AdapterError(f"adapter {name!r}: config cannot be read: {error}") from error
 
 
-def copy_to_spec(name: str, tensors: Mapping[str, torch.Tensor], config: AdapterConfig, max_inputs: int) -> AdapterSpec:
-    """Copy an adapter's tensors to the CPU, and return a spec with a new identity.
+def make_spec(name: str, tensors: Mapping[str, torch.Tensor], config: AdapterConfig, max_inputs: int) -> AdapterSpec:
+    """Return a spec with a new identity for an adapter's tensors. The tensors are not hashed.
 
-    The tensors are copied, because the caller may change them later. The tensors are not hashed, so each copy has
-    its own identity.
+    Tensors on the CPU are not copied. Call `release_tensors` before the caller can change them.
     """
     if not tensors:
         raise AdapterError(f"adapter {name!r}: `tensors` is empty")
-    copies = {key: torch.as_tensor(each).detach().to("cpu", copy=True).contiguous() for key, each in tensors.items()}
-    num_elements = count_elements(config, describe_tensors(copies, name), max_inputs)
+    given = {key: torch.as_tensor(each).detach().contiguous() for key, each in tensors.items()}
+    on_gpu = {key: each for key, each in given.items() if not each.is_cpu}
+    given |= copy_to_host(on_gpu)
+    num_elements = count_elements(config, describe_tensors(given, name), max_inputs)
     identity = uuid.uuid4().hex
-    checkpoint = AdapterCheckpoint(Path(), config, (), identity, tensors=copies)
+    checkpoint = AdapterCheckpoint(Path(), config, (), identity, in_memory=InMemoryWeights(given))
     return AdapterSpec(identity, name, (checkpoint,), num_elements)
+
+
+def release_tensors(spec: AdapterSpec) -> None:
+    """Stop using the tensors that were passed to `make_spec`. Copy them if they have not been packed."""
+    for part in spec.checkpoints:
+        if (weights := part.in_memory) is not None:
+            copies = {} if weights.packed is not None else {key: each.clone() for key, each in weights.tensors.items()}
+            weights.tensors = copies
+
+
+def copy_to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copy contiguous tensors to the CPU, with one transfer for all tensors with the same device and dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+    for key, each in tensors.items():
+        groups.setdefault((each.device, each.dtype), []).append(key)
+    copies: dict[str, torch.Tensor] = {}
+    for keys in groups.values():
+        sizes = [tensors[key].numel() for key in keys]
+        copied = torch.cat([tensors[key].view(-1) for key in keys]).cpu()
+        copies |= {key: part.view(tensors[key].shape) for key, part in zip(keys, copied.split(sizes), strict=True)}
+    return copies

@@ -18,6 +18,14 @@ def is_settled(stamp: Stamp, now_ns: int) -> bool:
     return now_ns - stamp[-1] > MIN_STAMP_AGE_NS
 
 
+@dataclass(eq=False)
+class InMemoryWeights:
+    """The weights of an adapter that is passed as tensors. Engine modules do not import torch."""
+
+    tensors: Mapping[str, Any]  # on the CPU
+    packed: Any = None  # the prepared `HostAdapter`, which replaces the tensors
+
+
 @dataclass(frozen=True)
 class AdapterCheckpoint:
     """An adapter checkpoint in a local folder, with its parsed config."""
@@ -27,8 +35,8 @@ class AdapterCheckpoint:
     stamp: Stamp  # the weights file's stamp when the identity was computed
     identity: str = ""
     is_settled: bool = True  # if False, the file may have changed without a new stamp
-    # Tensors on the CPU, instead of the weights file in `folder`. Engine modules do not import torch.
-    tensors: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
+    # Instead of the weights file in `folder`.
+    in_memory: InMemoryWeights | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -51,4 +59,4 @@ class AdapterSpec:
     @property
     def is_in_memory(self) -> bool:
         """Return True if the adapter was passed as tensors."""
-        return any(part.tensors is not None for part in self.checkpoints)
+        return any(part.in_memory is not None for part in self.checkpoints)

@@ -119,6 +119,21 @@ class StoredAdapter:
     def find_rank(self, module: str) -> int:
         return self._contents.find_rank(module)
 
+    def find_plain_factors(self) -> dict[str, tuple[str, str]] | None:
+        """Return the tensor names of LoRA A and LoRA B by module, or None if the adapter has other weights."""
+        contents = self._contents
+        if self.config.method is not Method.LORA or contents.experts.by_target or contents.input_scales:
+            return None
+        if any(keys.keys() != set(FACTOR_ROLES) for keys in contents.keys.values()):
+            return None
+        if any(contents.count_blocks(module) != (1, 1) for module in contents.keys):
+            return None
+        return {module: (keys[FACTOR_ROLES[0]], keys[FACTOR_ROLES[1]]) for module, keys in contents.keys.items()}
+
+    def find_scale(self, module: str) -> float:
+        """Return the scale of a module with LoRA factors."""
+        return self._contents.scales[module]
+
     def load(self, module: str) -> ModuleWeights:
         contents, experts = self._contents, self._contents.experts
         if module in experts.by_target:

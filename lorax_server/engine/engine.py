@@ -222,6 +222,7 @@ class Engine:
         num_in_flight = len(self._scheduler.in_flight)
         if num_in_flight and (plan is None or num_in_flight >= self.capabilities.max_steps_in_flight):
             outputs += self._collect()
+        self._report_loads()  # without waiting for the next step
         return outputs
 
     def _collect(self) -> list[Output]:
@@ -307,6 +308,9 @@ class Engine:
         if self._table.is_loading and not self._scheduler.in_flight:  # step results also report finished loads
             self._table.process_loaded(self._executor.pop_loaded())
         self._table.advance()
+        self._report_loads()
+
+    def _report_loads(self) -> None:
         for identity in self._table.pop_loaded():
             self._scheduler.queues.adapter_loaded(identity)
             self._settle_loads(identity, None)

@@ -10,7 +10,6 @@ from itertools import cycle
 from queue import SimpleQueue
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from lorax_server.errors import EngineError
@@ -62,7 +61,6 @@ class _Buffer:
 
     def __init__(self, pinned: torch.Tensor) -> None:
         self.pinned = pinned
-        self.bytes = pinned.numpy()
         self.copied_event: torch.cuda.Event | None = None
 
 
@@ -130,15 +128,14 @@ class Copier:
     def _run_task(self, task: _Task) -> None:
         """Copy an adapter. The next chunk is staged while previous chunks are copied to the device."""
         source, target = task.source.view(torch.uint8), task.target.view(torch.uint8)
-        staged = source.numpy()
         copied_event: torch.cuda.Event | None = None
-        for start in range(0, len(staged), self._buffer_bytes):
-            piece = slice(start, min(start + self._buffer_bytes, len(staged)))
+        for start in range(0, len(source), self._buffer_bytes):
+            piece = slice(start, min(start + self._buffer_bytes, len(source)))
             count = piece.stop - piece.start
             buffer = next(self._buffers)
             if buffer.copied_event is not None:
                 buffer.copied_event.synchronize()
-            np.copyto(buffer.bytes[:count], staged[piece])  # releases the GIL
+            buffer.pinned[:count].copy_(source[piece])  # uses several threads, and releases the GIL
             copied_event = buffer.copied_event = self._copy_stream.copy(target[piece], buffer.pinned[:count])
         assert copied_event is not None, "nothing to copy"
         task.copy_handle.end = copied_event

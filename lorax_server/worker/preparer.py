@@ -11,6 +11,7 @@ from queue import SimpleQueue
 import torch
 
 from lorax_server.adapters.host import HostAdapter, check_ranks, prepare
+from lorax_server.adapters.lora_layout import LoraLayout, ReusedMemory
 from lorax_server.adapters.merge import MergedAdapter
 from lorax_server.adapters.spec import AdapterSpec
 from lorax_server.adapters.target import AdapterTarget
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 RANK_READY_TIMEOUT_S = 60.0  # maximum time to prepare an adapter that is ready on rank 0
 MAX_PAUSE_S = 0.02  # maximum pause while the engine thread is busy
+MAX_LAYOUTS = 16  # layouts take about 100 KB each
 
 
 class Preparer:
@@ -53,6 +55,8 @@ class Preparer:
         self._stream = None if weight is None else make_stream(weight.device)
         self._failure: Exception | None = None  # the preparer stops after a failure
         self._ready: dict[str, HostAdapter] = {}
+        self._layouts: dict[str, LoraLayout] = {}  # of adapters that were passed as tensors, by name
+        self._memory = ReusedMemory()
         self._added = threading.Condition()  # notified when `_ready` grows
         self._is_closed = False
         self._is_resumed = threading.Event()
@@ -110,7 +114,7 @@ class Preparer:
     def _prepare(self, spec: AdapterSpec) -> PrepareResult:
         try:
             pause = partial(self._is_resumed.wait, MAX_PAUSE_S)
-            host = prepare(self._open(spec), self._targets, self._dtype, self._group, pause, self._after_kv)
+            host = self._pack(spec, pause)
             if self._stream is not None:
                 self._stream.synchronize()
         except LoraxError as error:
@@ -124,6 +128,37 @@ class Preparer:
             self._added.notify_all()
         sizes = host.units, host.buffer.nbytes, host.vocab_size
         return PrepareResult(spec.identity, *sizes, changes_kv=host.changes_kv)
+
+    def _pack(self, spec: AdapterSpec, pause: Callable[[], object]) -> HostAdapter:
+        weights = spec.checkpoints[0].in_memory
+        if weights is None or spec.merge is not None or self._group.size() > 1:
+            return prepare(self._open(spec), self._targets, self._dtype, self._group, pause, self._after_kv)
+        if weights.packed is None:
+            weights.packed = self._pack_tensors(spec, weights.tensors, pause)
+        packed: HostAdapter = weights.packed
+        return packed
+
+    def _pack_tensors(
+        self, spec: AdapterSpec, tensors: Mapping[str, torch.Tensor], pause: Callable[[], object]
+    ) -> HostAdapter:
+        adapter, layout = None, self._layouts.get(spec.name)
+        if layout is None or not layout.fits(spec.checkpoints[0].config, tensors):
+            adapter = self._read(spec)
+            assert isinstance(adapter, StoredAdapter)
+            layout = LoraLayout.find(adapter, tensors, self._targets, self._dtype, self._after_kv)
+            self._layouts.pop(spec.name, None)
+        host = None
+        if layout is not None:
+            self._layouts[spec.name] = layout
+            if len(self._layouts) > MAX_LAYOUTS:
+                del self._layouts[next(iter(self._layouts))]
+            pause()
+            is_parallel = self._stream is not None  # on a CPU, other threads would delay steps
+            host = layout.pack(tensors, self._memory, pause, is_parallel)
+        if host is not None:
+            return host
+        # The adapter has other weights than LoRA factors, or invalid values.
+        return prepare(adapter or self._read(spec), self._targets, self._dtype, self._group, pause, self._after_kv)
 
     def _open(self, spec: AdapterSpec) -> AdapterWeights:
         """Open and return an adapter. If one rank cannot read it, raise on all ranks."""
@@ -146,7 +181,13 @@ class Preparer:
 
     def _read(self, spec: AdapterSpec) -> AdapterWeights:
         stored = [
-            StoredAdapter(part.folder, part.config, self._targets, part.stamp, part.tensors)
+            StoredAdapter(
+                part.folder,
+                part.config,
+                self._targets,
+                part.stamp,
+                None if part.in_memory is None else part.in_memory.tensors,
+            )
             for part in spec.checkpoints
         ]
         adapter: AdapterWeights = stored[0] if spec.merge is None else MergedAdapter(stored, spec.merge)

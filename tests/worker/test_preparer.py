@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from lorax_server.adapters.config import parse_config
 from lorax_server.adapters.host import HostAdapter, prepare
 from lorax_server.adapters.merge import MergedAdapter
-from lorax_server.adapters.spec import AdapterCheckpoint, AdapterSpec
+from lorax_server.adapters.spec import AdapterCheckpoint, AdapterSpec, InMemoryWeights
 from lorax_server.adapters.target import AdapterTarget
 from lorax_server.adapters.weights import AdapterWeights, StoredAdapter
 from lorax_server.distributed import FakeGroup, HostGroup, TorchGroup
@@ -147,6 +147,59 @@ def test_ready_adapter_equals_direct_preparation(
         assert_same(preparer.get(spec.identity), expected)
         assert each == PrepareResult(spec.identity, expected.units, expected.buffer.nbytes, expected.vocab_size)
     assert preparer.pop_results() == []
+
+
+def make_tensor_spec(folder: Path, identity: str, scale: float) -> AdapterSpec:
+    """Return an adapter that is passed as tensors: the tensors in a folder, multiplied by `scale`."""
+    config = parse_config(json.loads((folder / CONFIG_FILE).read_text()), folder.name)
+    tensors = {key: tensor * scale for key, tensor in load_file(folder / WEIGHTS_FILE).items()}
+    part = AdapterCheckpoint(Path(), config, (), identity, in_memory=InMemoryWeights(tensors))
+    return AdapterSpec(identity, folder.name, (part,), 1)
+
+
+def test_tensors_are_packed_in_the_layout_of_the_previous_version(
+    preparer: Preparer, targets: dict[str, AdapterTarget], originals: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = list[str]()
+    read = Preparer._read
+
+    def record(self: Preparer, spec: AdapterSpec) -> AdapterWeights:
+        opened.append(spec.name)
+        return read(self, spec)
+
+    monkeypatch.setattr(Preparer, "_read", record)
+    specs = [make_tensor_spec(originals / name, f"{name} {i}", 1.0 + i) for i in range(3) for name in NAMES]
+    for spec in specs:
+        preparer.enqueue(spec)
+    assert [each.error for each in wait_for_results(preparer, len(specs))] == [None] * len(specs)
+    assert opened == [*NAMES, "dora", "saved-head", "dora", "saved-head"]
+    for spec in specs:
+        part = spec.checkpoints[0]
+        assert part.in_memory is not None
+        adapter = StoredAdapter(Path(), part.config, targets, tensors=part.in_memory.tensors)
+        assert_same(preparer.get(spec.identity), prepare(adapter, targets, torch.float32, FakeGroup()))
+
+
+def test_packed_tensors_are_not_read_again(preparer: Preparer, originals: Path) -> None:
+    spec = make_tensor_spec(originals / "plain", "first", 1.0)
+    preparer.enqueue(spec)
+    (first,) = wait_for_results(preparer, 1)
+    packed = preparer.get(spec.identity)
+    weights = spec.checkpoints[0].in_memory
+    assert weights is not None
+    weights.tensors = {}
+    preparer.drop(spec.identity)
+    preparer.enqueue(spec)
+    assert wait_for_results(preparer, 1) == [first]
+    assert preparer.get(spec.identity) is packed
+
+
+def test_invalid_next_version_of_tensors_is_rejected(preparer: Preparer, originals: Path) -> None:
+    preparer.enqueue(make_tensor_spec(originals / "plain", "first", 1.0))
+    preparer.enqueue(make_tensor_spec(originals / "plain", "second", float("nan")))
+    first, second = wait_for_results(preparer, 2)
+    assert first.error is None
+    assert "non-finite" in str(second.error)
 
 
 @pytest.mark.parametrize(

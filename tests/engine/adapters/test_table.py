@@ -1221,7 +1221,7 @@ def test_reloads_never_produce_stale_tokens() -> None:
 
 def test_moved_requests_use_new_weights_and_share_no_blocks() -> None:
     done: Counter[str] = Counter()
-    for seed in range(6):
+    for seed in range(12):
         done += run_random_replacements(seed, 60, move_rate=0.7)[1]
     assert done["moved_requests"] > 10, done
     assert done["finished"] > 100

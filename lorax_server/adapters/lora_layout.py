@@ -1,0 +1,163 @@
+"""Packs the tensors of LoRA adapters that only need to be copied. The result is the same as with `prepare`.
+
+A layout depends only on the config and the shapes, so that new versions of an adapter can use it again. The checks of
+the config and the tensor names take longer than the copy.
+"""
+
+import weakref
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lorax_server.adapters.config import AdapterConfig
+from lorax_server.adapters.host import UNIT_BYTES, HostAdapter, copy_tensor, empty_table
+from lorax_server.adapters.target import AdapterTarget, TargetKind
+from lorax_server.adapters.tensor_reader import is_finite
+from lorax_server.adapters.weights import StoredAdapter
+from lorax_server.kernels import Field
+
+Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]  # shapes and dtypes by tensor name
+
+
+class _Factor(NamedTuple):
+    """A LoRA factor in the packed buffer."""
+
+    key: str  # tensor name
+    offset: int
+    shape: torch.Size  # of the tensor
+    is_transposed: bool
+
+
+@dataclass(frozen=True)
+class LoraLayout:
+    """The layout of an adapter that contains only LoRA factors for linear layers, without shards."""
+
+    config: AdapterConfig
+    shapes: Shapes
+    packed: HostAdapter  # with an empty buffer
+    num_elements: int
+    factors: tuple[_Factor, ...]
+    padding: tuple[slice, ...]
+
+    @classmethod
+    def find(
+        cls,
+        adapter: StoredAdapter,
+        tensors: Mapping[str, torch.Tensor],
+        targets: Mapping[str, AdapterTarget],
+        dtype: torch.dtype,
+        after_kv: Collection[str] = (),
+    ) -> "LoraLayout | None":
+        """Return the layout of an adapter, or None if its weights need more than a copy. See `prepare` for
+        `after_kv`.
+        """
+        keys = adapter.find_plain_factors()
+        if not keys:
+            return None
+        table, scales = empty_table(len(targets)).tolist(), [0.0] * len(targets)
+        factors, padding, unit, end = list[_Factor](), list[slice](), UNIT_BYTES // dtype.itemsize, 0
+        for index, target in enumerate(targets.values()):
+            if target.name not in keys:
+                continue
+            if target.kind is not TargetKind.LINEAR or not (target.inputs.is_whole and target.outputs.is_whole):
+                return None
+            table[index][Field.RANK], scales[index] = adapter.find_rank(target.name), adapter.find_scale(target.name)
+            for key, field in zip(keys[target.name], (Field.A, Field.B), strict=True):
+                table[index][field], shape = end, tensors[key].shape
+                factors.append(_Factor(key, end, shape, field is Field.B))
+                stop, end = end + shape.numel(), end + -(-shape.numel() // unit) * unit
+                if stop < end:
+                    padding.append(slice(stop, end))
+        packed = HostAdapter(
+            torch.empty(0, dtype=dtype),
+            torch.tensor(table, dtype=torch.long),
+            torch.tensor(scales),
+            adapter.vocab_size,
+            end // unit,
+            any(module not in after_kv for module in keys),
+        )
+        return cls(adapter.config, _describe(tensors), packed, end, tuple(factors), tuple(padding))
+
+    def fits(self, config: AdapterConfig, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Return True if the tensors of another version have the same layout."""
+        return config == self.config and _describe(tensors) == self.shapes
+
+    def pack(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        memory: "ReusedMemory",
+        pause: Callable[[], object],
+        is_parallel: bool,
+    ) -> HostAdapter | None:
+        """Return the adapter in the device layout, or None if it has values that are not finite.
+
+        `is_parallel` uses several threads and does not pause. See `prepare` for `pause`.
+        """
+        buffer = memory.allocate(self.num_elements, self.packed.buffer.dtype)
+        for part in self.padding:
+            buffer[part] = 0
+        if is_parallel:
+            is_valid = self._fill_in_parallel(buffer, tensors)
+        else:
+            is_valid = self._fill_on_one_thread(buffer, tensors, pause)
+        return replace(self.packed, buffer=buffer) if is_valid else None
+
+    def _fill_on_one_thread(
+        self, buffer: torch.Tensor, tensors: Mapping[str, torch.Tensor], pause: Callable[[], object]
+    ) -> bool:
+        """Copy the factors to the buffer. Return False as soon as a value is not finite."""
+        for key, offset, shape, is_transposed in self.factors:
+            pause()
+            source = _round_float64(tensors[key]).to(buffer.dtype)
+            target = buffer[offset : offset + shape.numel()]
+            source = source.t() if is_transposed else source
+            copy_tensor(source, target.view(source.shape))
+            if not is_finite(target):
+                return False
+        return True
+
+    def _fill_in_parallel(self, buffer: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Copy the factors to the buffer with two operations, which release the GIL, so that the engine thread can
+        prepare steps. Return False if a value is not finite.
+        """
+        targets = [
+            buffer.as_strided(shape, (1, shape[0]) if is_transposed else (shape[1], 1), offset)
+            for _, offset, shape, is_transposed in self.factors
+        ]
+        torch._foreach_copy_(targets, [_round_float64(tensors[factor.key]) for factor in self.factors])
+        return bool(torch.stack(torch.aminmax(buffer)).isfinite().all())
+
+
+class ReusedMemory:
+    """Allocates tensors, and keeps the memory of the last freed tensor, because page faults take longer than the copy
+    of an adapter.
+    """
+
+    def __init__(self) -> None:
+        self._free: npt.NDArray[np.uint8] | None = None
+
+    def allocate(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialized tensor."""
+        num_bytes, memory = num_elements * dtype.itemsize, self._free
+        self._free = None
+        if memory is None or len(memory) != num_bytes:
+            memory = np.empty(num_bytes, np.uint8)
+        array = memory.view()  # freed together with the tensor and all its views
+        weakref.finalize(array, self._keep, memory).atexit = False
+        return torch.from_numpy(array).view(dtype)
+
+    def _keep(self, memory: npt.NDArray[np.uint8]) -> None:
+        self._free = memory
+
+
+def _round_float64(tensor: torch.Tensor) -> torch.Tensor:
+    """Convert float64 to float32, as `MemoryReader` does."""
+    return tensor.float() if tensor.dtype is torch.float64 else tensor
+
+
+def _describe(tensors: Mapping[str, torch.Tensor]) -> Shapes:
+    return {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()}
