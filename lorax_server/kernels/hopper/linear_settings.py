@@ -21,8 +21,9 @@ WGMMA_HEIGHT = 32
 MIN_STEPS = 4  # of 128 inputs per block
 MIN_STAGES, MAX_STAGES = 3, 24
 # By height. Other heights use three quarters of the SMs.
-LORA_BLOCKS = {8: 96, 16: 96, 32: 96, 64: 96}
-LARGE_LORA_BLOCKS = {8: 32, 16: 132, 32: 132, 64: 200}
+LORA_BLOCKS = {8: 132, 16: 96, 32: 132, 64: 96}
+LARGE_LORA_BLOCKS = {8: 132, 16: 96, 32: 96, 64: 200}
+MAX_SHORT_STEPS = 8  # per SM, of short products
 
 
 class LinearLaunchSetting(NamedTuple):
@@ -72,7 +73,6 @@ class QuantizedLaunchSetting(NamedTuple):
 
     uses_wgmma: bool  # instead of mma.sync
     tiles: int  # tiles of 128 columns per block, 1 with WGMMA
-    sum_buffers: int  # with WGMMA, products that run at the same time
     stages: int  # pipeline stages
     cluster: int  # blocks per cluster, which share columns
     lora_blocks: int  # number of blocks that compute LoRA
@@ -86,13 +86,12 @@ def find_quantized_setting(
     """Return settings for a quantized layer, by rules that were measured on an H200."""
     num_tiles = -(-outputs // COLUMNS)
     uses_wgmma = height >= WGMMA_HEIGHT and packed.shift != "offsets"
-    shapes = [(2, 2), (1, 2), (1, 1)]  # tiles or sum buffers, and blocks per SM, in the order of preference
+    shapes = [(2, 2), (1, 2), (1, 1)]  # tiles and blocks per SM, in the order of preference
     if height > 2 * WGMMA_HEIGHT:
         shapes = shapes[2:]
-    elif height == 2 * WGMMA_HEIGHT or (not uses_wgmma and num_tiles % 2):
+    elif uses_wgmma or num_tiles % 2:
         shapes = shapes[1:]
-    for count, blocks_per_sm in shapes:
-        tiles = 1 if uses_wgmma else count
+    for tiles, blocks_per_sm in shapes:
         stage_bytes = tiles * packed.record_bytes + height * STEP_INPUTS * 2 + 16
         shared_bytes = MAX_SHARED_BYTES if blocks_per_sm == 1 else TWO_BLOCKS_SHARED_BYTES
         stages = min((shared_bytes - packed.table_bytes) // stage_bytes, MAX_STAGES)
@@ -108,9 +107,10 @@ def find_quantized_setting(
     is_large = blocks > num_sms * 3 // 4  # nearly all SMs compute the product
     lora_blocks = (LARGE_LORA_BLOCKS if is_large else LORA_BLOCKS).get(height, num_sms * 3 // 4)
     lora_blocks = min(lora_blocks, num_sms * blocks_per_sm) // cluster * cluster
-    early = 1 if height == HEIGHTS[0] else 3
-    sum_buffers = count if uses_wgmma else 1
-    return QuantizedLaunchSetting(uses_wgmma, tiles, sum_buffers, stages, cluster, lora_blocks, 3, early)
+    is_short = num_tiles * steps <= MAX_SHORT_STEPS * num_sms
+    early = 1 if is_short and height == HEIGHTS[0] else 3
+    early_with_lora = 3 if is_large or height > WGMMA_HEIGHT else 1 if is_short else 2
+    return QuantizedLaunchSetting(uses_wgmma, tiles, stages, cluster, lora_blocks, early_with_lora, early)
 
 
 # Pipeline stages that fill an SM's shared memory, by batch height. Two blocks of 128 rows do not fit.

@@ -41,6 +41,7 @@ from lorax_server.kernels.triton.ops import TritonOps
 MAX_FUSED_LORA_ROWS = HEIGHTS[-1]  # larger batches use cuBLAS and a separate LoRA kernel
 MAX_FUSED_LORA_OUTPUTS = 65536  # an LM head would need hundreds of megabytes of scratch memory
 MAX_FUSED_BASE_ROWS = 64  # without adapters; cuBLAS is faster for larger batches
+MAX_QUANTIZED_ROWS = 256  # for larger batches, dequantized weights and cuBLAS are faster
 
 
 class HopperOps(TritonOps):
@@ -139,7 +140,11 @@ class HopperOps(TritonOps):
 
     def multiply_base(self, x: torch.Tensor, weights: LinearWeights) -> torch.Tensor:
         fused = self._fused.get(x.dtype)
-        if fused is None or not isinstance(weights.weight, PackedMatrix) or not 0 < len(x) <= MAX_FUSED_LORA_ROWS:
+        matrix = weights.weight
+        if fused is None or not isinstance(matrix, PackedMatrix):
+            return super().multiply_base(x, weights)
+        uses_wgmma = matrix.format.shift != "offsets"
+        if not 0 < len(x) <= (MAX_QUANTIZED_ROWS if uses_wgmma else MAX_FUSED_LORA_ROWS):
             return super().multiply_base(x, weights)
         return fused.quantized_linear(x.contiguous(), weights, None, ())
 

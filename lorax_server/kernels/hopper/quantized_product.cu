@@ -280,76 +280,62 @@ template <int COUNT> DEVICE void pin(float (&numbers)[COUNT]) {
   for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(numbers[i])::"memory");
 }
 
-// For many rows: WGMMA with weights in registers. A warpgroup has 64 columns. While one warpgroup converts weights and scales
-// sums, others multiply. With two buffers of sums, a warpgroup multiplies two chunks of inputs at a time, but needs more registers.
-template <class Number, class Format, class Record, int ROWS, int BUFFERS, int STAGES>
+// For many rows: WGMMA with weights in registers. A warpgroup has 64 columns. It converts weights while it multiplies the
+// weights before.
+template <class Number, class Format, class Record, int ROWS, int STAGES>
 struct WideQuantizedProduct : QuantizedPipeline<Number, Format, Record, ROWS, 1, STAGES> {
   using Base = QuantizedPipeline<Number, Format, Record, ROWS, 1, STAGES>;
   using Base::Base, Base::inputs, Base::weights, Base::table, Base::full, Base::empty, Base::X_BYTES;
   static_assert(!Record::OFFSETS, "offsets require mma.sync");
-  static constexpr int CHUNK_PARTS = Record::GROUPS == 4 ? 1 : 2, CHUNKS = PARTS / CHUNK_PARTS;
-  struct Chunk {
-    u32 a[CHUNK_PARTS * 8];
-    float2 scales;
-  };
+  // Small chunks need fewer registers.
+  static constexpr int CHUNK_PARTS = Record::GROUPS == 4 || ROWS >= 64 ? 1 : 2, CHUNKS = PARTS / CHUNK_PARTS, GROUP_CHUNKS = CHUNKS / Record::GROUPS;
   int warp, lane;
-  DEVICE void convert(Chunk& chunk, const u8* record, int number) const {
+  DEVICE void convert(u32 (&a)[CHUNK_PARTS * 8], const u8* record, int number) const {
 #pragma unroll
-    for (int k = 0; k < CHUNK_PARTS; k++) Record::convert(chunk.a + k * 8, record, warp, number * CHUNK_PARTS + k, lane, table());
-    chunk.scales = Record::scales(record, warp, number * Record::GROUPS / CHUNKS, lane, 0);
-    pin(chunk.a);  // before the fence; otherwise ptxas runs one WGMMA at a time
+    for (int k = 0; k < CHUNK_PARTS; k++) Record::convert(a + k * 8, record, warp, number * CHUNK_PARTS + k, lane, table());
+    pin(a);  // before the fence; otherwise ptxas runs one WGMMA at a time
   }
-  DEVICE void start(Chunk& chunk, float (&sums)[ROWS / 2], u32 x, int number) const {
+  DEVICE void start(const u32 (&a)[CHUNK_PARTS * 8], float (&sums)[ROWS / 2], u32 x, int number, bool adds) const {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
     const u64 b = descriptor(x + number * CHUNK_PARTS / 2 * ROWS * 128) + number * CHUNK_PARTS % 2 * 4;
 #pragma unroll
-    for (int k = 0; k < CHUNK_PARTS * 2; k++) wgmma_from_registers<Number>(sums, chunk.a[k * 4], chunk.a[k * 4 + 1], chunk.a[k * 4 + 2], chunk.a[k * 4 + 3], b + k * 2, k);
+    for (int k = 0; k < CHUNK_PARTS * 2; k++) wgmma_from_registers<Number>(sums, a[k * 4], a[k * 4 + 1], a[k * 4 + 2], a[k * 4 + 3], b + k * 2, adds || k > 0);
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-  }
-  template <int PENDING> static DEVICE void wait(float (&sums)[ROWS / 2]) {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-    pin(sums);
-  }
-  static DEVICE void add(float (&totals)[ROWS / 2], const float (&sums)[ROWS / 2], float2 scales) {
-#pragma unroll
-    for (int i = 0; i < ROWS / 2; i++) totals[i] += (i & 2 ? scales.y : scales.x) * sums[i];
   }
   DEVICE void multiply(float* part, int steps) {
     constexpr int STRIDE = Base::COLUMNS + 4;
     warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
-    float totals[ROWS / 2], sums0[ROWS / 2], sums1[BUFFERS == 2 ? ROWS / 2 : 1];
+    float totals[ROWS / 2], sums[ROWS / 2];
 #pragma unroll
     for (int i = 0; i < ROWS / 2; i++) totals[i] = 0;
-    Chunk chunk0, chunk1;
+    u32 a[2][CHUNK_PARTS * 8];
+    wait_barrier(full, 0);
+    convert(a[0], weights(0), 0);
 #pragma unroll 1
     for (int i = 0, s = 0, phase = 0; i < steps; i++) {
-      wait_barrier(full + s * 8, phase);
       const u8* record = weights(s);
-      const u32 x = inputs + s * X_BYTES;
-      if constexpr (BUFFERS == 2) {
-#pragma unroll 1
-        for (int number = 0; number < CHUNKS; number += 2) {
-          convert(chunk0, record, number);
-          convert(chunk1, record, number + 1);
-          start(chunk0, sums0, x, number);
-          start(chunk1, sums1, x, number + 1);
-          wait<1>(sums0);
-          add(totals, sums0, chunk0.scales);
-          wait<0>(sums1);
-          add(totals, sums1, chunk1.scales);
+      int next = s, next_phase = phase;  // the last step converts its first chunk again
+      if (i + 1 < steps && ++next == STAGES) { next = 0; next_phase ^= 1; }
+#pragma unroll
+      for (int number = 0; number < CHUNKS; number++) {
+        const bool adds = number % GROUP_CHUNKS > 0;
+        start(a[number % 2], sums, inputs + s * X_BYTES, number, adds);
+        if (adds) asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");  // for the chunk before
+        if (number + 1 < CHUNKS) convert(a[(number + 1) % 2], record, number + 1);
+        else {
+          wait_barrier(full + next * 8, next_phase);
+          convert(a[0], weights(next), 0);
         }
-      } else {
-#pragma unroll 1
-        for (int number = 0; number < CHUNKS; number++) {
-          convert(chunk0, record, number);
-          start(chunk0, sums0, x, number);
-          wait<0>(sums0);
-          add(totals, sums0, chunk0.scales);
-        }
+        if ((number + 1) % GROUP_CHUNKS) continue;
+        const float2 scales = Record::scales(record, warp, number / GROUP_CHUNKS, lane, 0);
+        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+        pin(sums);
+#pragma unroll
+        for (int i = 0; i < ROWS / 2; i++) totals[i] += (i & 2 ? scales.y : scales.x) * sums[i];
       }
       __syncwarp();
       if (lane == 0) arrive(empty + s * 8);
-      if (++s == STAGES) { s = 0; phase ^= 1; }
+      s = next, phase = next_phase;
     }
     sync_threads<4, Base::WARPS * 32>();  // the ring is no longer read; its memory now holds the sums
     const int g = lane >> 2, c = lane & 3;

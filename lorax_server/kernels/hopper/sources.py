@@ -136,7 +136,6 @@ class QuantizedVariant:
     height: int
     uses_wgmma: bool  # instead of mma.sync
     tiles: int  # tiles of 128 columns per block, 1 with WGMMA
-    sum_buffers: int  # with WGMMA, products that run at the same time
     stages: int
     cluster: int
     with_lora: bool
@@ -163,7 +162,7 @@ class QuantizedVariant:
         lora = "true" if self.with_lora else "false"
         types = self.format.write_types(self.dtype)
         if self.uses_wgmma:
-            product = f"WideQuantizedProduct<{types}, {self.height}, {self.sum_buffers}, {self.stages}>"
+            product = f"WideQuantizedProduct<{types}, {self.height}, {self.stages}>"
         else:
             product = f"QuantizedProduct<{types}, {self.height}, {self.tiles}, {self.stages}>"
         return "\n".join(

@@ -56,12 +56,12 @@ MORE_VARIANTS: list[Variant] = [
         for tiles in (1, 2)
     ),
     DecodeVariant(FP16, False, 128, 1),
-    QuantizedVariant(BF16, ZEROS, 8, False, 2, 1, 5, 8, True),
-    QuantizedVariant(FP16, LEVELS, 16, False, 2, 1, 3, 4, True),
-    QuantizedVariant(BF16, FLOATS, 32, True, 1, 2, 4, 1, True),
-    QuantizedVariant(FP16, ZEROS, 64, True, 1, 1, 4, 4, True),
-    QuantizedVariant(BF16, LEVELS, 128, True, 1, 1, 4, 2, False),
-    QuantizedVariant(BF16, OFFSETS, 64, False, 1, 1, 3, 4, True),
+    QuantizedVariant(BF16, ZEROS, 8, False, 2, 5, 8, True),
+    QuantizedVariant(FP16, LEVELS, 16, False, 2, 3, 4, True),
+    QuantizedVariant(BF16, FLOATS, 32, True, 1, 4, 1, True),
+    QuantizedVariant(FP16, ZEROS, 64, True, 1, 4, 4, True),
+    QuantizedVariant(BF16, LEVELS, 128, True, 1, 4, 2, False),
+    QuantizedVariant(BF16, OFFSETS, 64, False, 1, 3, 4, True),
     *(DequantizeVariant(BF16, packed) for packed in PACKED_FORMATS),
 ]
 
@@ -86,7 +86,7 @@ def test_quantized_settings_are_valid(height: int, packed: PackedFormat) -> None
         for outputs in (8, 128, 136, 384, 4096, 28672, 128256):
             for inputs in (64, 576, 4096, 14336):
                 setting = find_quantized_setting(packed, inputs, outputs, height, num_sms)
-                variant = QuantizedVariant(BF16, packed, height, *setting[:5], True)
+                variant = QuantizedVariant(BF16, packed, height, *setting[:4], True)
                 assert setting.stages >= 3
                 assert variant.shared_bytes <= MAX_SHARED_BYTES
                 assert variant.ring_bytes >= height * (variant.columns + 4) * 4  # the sums fit
