@@ -11,6 +11,7 @@ from lorax_server.errors import AdapterError
 from lorax_server.files.regular_file import FileChangedError, Stamp, open_regular_file
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 READ_BLOCK_BYTES = 8 * 2**20
 _INFINITY_BITS = {
     torch.float32: (torch.int32, 0x7F800000),
@@ -83,7 +84,7 @@ def describe_tensors(tensors: Mapping[str, torch.Tensor], name: str) -> dict[str
     """Return the header that a file with these tensors would have. `name` is the adapter name."""
     infos, start = dict[str, TensorInfo](), 0
     for key, tensor in tensors.items():
-        dtype = next((dtype for dtype, each in DTYPES.items() if each is tensor.dtype), None)
+        dtype = _DTYPE_NAMES.get(tensor.dtype)
         if dtype is None:
             raise AdapterError(
                 f"adapter {name!r}: tensor {key!r} is {tensor.dtype}; only float16 to float64 are supported"
