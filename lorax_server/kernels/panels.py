@@ -93,6 +93,11 @@ def _fill_panels(panels: torch.Tensor, weight: torch.Tensor, start: int) -> bool
 def to_paired_panels(weight: torch.Tensor, width: int) -> PanelMatrix:
     """Pack a matrix into panels with paired inputs (the AMX layout)."""
     outputs, inputs = weight.shape
-    filled = F.pad(weight, (0, -inputs % TILE_INPUTS, 0, -outputs % width))
-    panels = filled.view(-1, width, filled.shape[1] // 2, 2).transpose(1, 2).contiguous()
+    padding = -inputs % TILE_INPUTS
+    panels = torch.empty(-(-outputs // width), (inputs + padding) // 2, width, 2, dtype=weight.dtype)
+    count = _panels_at_a_time(panels)
+    for start in range(0, len(panels), count):
+        rows = weight[start * width : (start + count) * width]
+        filled = F.pad(rows, (0, padding, 0, -len(rows) % width))
+        panels[start : start + count] = filled.view(-1, width, panels.shape[1], 2).transpose(1, 2)
     return PanelMatrix(panels, weight.dtype, inputs, 0, outputs)

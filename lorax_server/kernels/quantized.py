@@ -17,6 +17,7 @@ from lorax_server.kernels.matrix import StoredMatrix
 
 PACKED_INPUTS = 32  # inputs per group of packed 4-bit values
 MIN_BLOCK = 16  # inputs per scale
+READ_CHUNK_ELEMENTS = 2**22  # matrix elements to decode at a time, to limit temporary memory
 MIN_FLOAT8_SCALE = 1e-30  # smaller scales lose accuracy
 
 
@@ -155,13 +156,23 @@ class BlockMatrix(QuantizedMatrix):
         return self.select_rows(rows.flatten()).read().view(*rows.shape, self.inputs)
 
     def read(self) -> torch.Tensor:
+        count = max(1, READ_CHUNK_ELEMENTS // self.inputs)
+        if len(self) <= count:
+            return self._decode().to(self.dtype)
+        weights = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        for start in range(0, len(self), count):
+            weights[start : start + count] = self[start : start + count]._decode()
+        return weights
+
+    def _decode(self) -> torch.Tensor:
+        """Return all weights in float32."""
         shape = (len(self), self.scales.shape[1], self.block)
         values = self.unpack()
         decoded = values.float() if self.levels is None else self.levels.index_select(0, values.flatten().int())
         weights = decoded.view(shape).mul_(self.scales.float()[..., None])
         if self.offsets is not None:
             weights += self.offsets.float()[..., None]
-        return weights.view(self.shape).to(self.dtype)
+        return weights.view(self.shape)
 
     def unpack(self) -> torch.Tensor:
         """Return the integers as int8 `[outputs, inputs]`, or the indices of levels as uint8. Without offsets, 4-bit

@@ -1,9 +1,11 @@
 """Quantized matrices: `read` matches GGUF's specification, and slices and concatenations keep the weights."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from lorax_server.kernels import BlockMatrix, concat_matrices
+from lorax_server.kernels import BlockMatrix, concat_matrices, quantized
 from lorax_server.kernels.quantized import quantize_blocks
 from tests.kernels.quantized_cases import INPUTS, KINDS, Kind, make_matrix
 
@@ -48,6 +50,17 @@ def test_slices_match_full_matrix(kind: Kind) -> None:
         matrix.select_inputs(16, 64)
     with pytest.raises(IndexError, match=r"must be in \[0, 6\) \(got 2 to 6\)"):
         matrix.look_up_rows(torch.tensor([2, 6]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_match_full_matrix(kind: Kind, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = replace(make_matrix(kind), dtype=dtype)
+    whole = matrix.read()
+    for chunk_elements in (1, 4 * INPUTS):
+        monkeypatch.setattr(quantized, "READ_CHUNK_ELEMENTS", chunk_elements)
+        assert matrix.read().dtype == dtype
+        assert torch.equal(matrix.read(), whole)
 
 
 def test_rows_are_selected_on_device_of_matrix() -> None:

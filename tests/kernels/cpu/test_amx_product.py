@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from lorax_server.kernels import Activation
+from lorax_server.kernels import panels as panels_module
 from lorax_server.kernels.cpu.abi import Dtype
 from lorax_server.kernels.cpu.ops import CpuOps
 from lorax_server.kernels.panels import PanelMatrix, to_paired_panels
@@ -143,7 +144,9 @@ def test_float32_model_does_not_use_amx(ops: CpuOps) -> None:
     assert error(ops.linear(x, weights, None, ()), x @ weight.t()) < 2e-6
 
 
-def test_paired_panels_are_padded_with_zeros() -> None:
+@pytest.mark.parametrize("chunk_elements", [1, 3000, 2**20])
+def test_paired_panels_are_padded_with_zeros(chunk_elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panels_module, "PACK_CHUNK_ELEMENTS", chunk_elements)
     weight = torch.arange(40 * 34).view(40, 34).bfloat16()
     panels = to_paired_panels(weight, 32).panels
     assert (panels.shape, Dtype.BFLOAT16_PAIRS) == ((2, 32, 32, 2), 3)
