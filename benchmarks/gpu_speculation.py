@@ -62,7 +62,7 @@ class ReplayDrafter(SpeculativeDrafter):
     """Guesses the tokens of known completions. A fixed fraction of the positions is wrong, independently."""
 
     def __init__(self, completions: Completions, acceptance: float, max_tokens: int, vocab_size: int) -> None:
-        super().__init__(max_tokens, costs=StepCosts(GPU_PRIOR_RATIO, records_graphs=False))
+        super().__init__(max_tokens, costs=StepCosts(GPU_PRIOR_RATIO))
         choice = random.Random(0)
         self._replayed: dict[tuple[int, ...], list[int]] = {
             prompt: [

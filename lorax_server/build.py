@@ -20,7 +20,7 @@ from lorax_server.engine.block_pool import BlockPool
 from lorax_server.engine.engine import Engine, Executor
 from lorax_server.engine.scheduler import Scheduler
 from lorax_server.engine.speculation.drafter import SpeculativeDrafter
-from lorax_server.engine.speculation.step_costs import GPU_PRIOR_RATIO, StepCosts
+from lorax_server.engine.speculation.step_costs import GPU_PRIOR_RATIO, PRIOR_RATIO, StepCosts
 from lorax_server.errors import EngineError, SourceError
 from lorax_server.phases import Phases
 from lorax_server.structured_output.manager import StructuredOutput
@@ -104,7 +104,7 @@ def build_drafter(config: EngineConfig) -> SpeculativeDrafter | None:
     """Return the drafter for speculative decoding, or None if speculation is disabled."""
     if not config.speculative_tokens:
         return None
-    costs = StepCosts() if config.model.device == "cpu" else StepCosts(GPU_PRIOR_RATIO, records_graphs=False)
+    costs = StepCosts(PRIOR_RATIO if config.model.device == "cpu" else GPU_PRIOR_RATIO)
     return SpeculativeDrafter(config.speculative_tokens, config.speculation_max_batch_size, costs=costs)
 
 

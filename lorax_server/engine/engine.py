@@ -210,6 +210,10 @@ class Engine:
         self._process_grammar_events()
         plan = self._scheduler.schedule()
         outputs = self._pop_failed()
+        if plan is None and self._scheduler.in_flight:  # submit the next step before the outputs are processed
+            outputs += self._collect()
+            plan = self._scheduler.schedule()
+            outputs += self._pop_failed()
         if plan is not None:
             problem = self._executor.submit(plan)
             if problem is None and plan.is_masked:

@@ -26,11 +26,13 @@ MAX_SAMPLED_ROWS = 64  # sampled tokens per step with drafts, at least `max_num_
 class Drafter(Protocol):
     """Guesses the next tokens of sequences. A step verifies the guesses, so they never change a completion."""
 
-    def propose(self, sequence: Sequence, num_running: int) -> Iterable[int]:
-        """Return draft tokens for the positions after the sequence's last token, or no tokens."""
+    def propose(
+        self, sequences: Iterable[Sequence], num_running: int, max_tokens: int
+    ) -> Mapping[Sequence, Iterable[int]]:
+        """Return draft tokens for the positions after the sequences' last tokens, at most `max_tokens` in total."""
 
-    def waits(self, sequence: Sequence, num_running: int) -> bool:
-        """Return True if a sequence must wait for its token in flight, because drafts continue known tokens."""
+    def waits(self, sequences: Iterable[Sequence], num_running: int, max_tokens: int) -> bool:
+        """Return True if the next step should wait for the tokens in flight, because drafts continue known tokens."""
 
     def record_step(self, num_sequences: int, num_drafted: int, seconds: float) -> None:
         """Record the time of a step in which every sequence decodes."""
@@ -61,7 +63,6 @@ class Scheduler:
         self._adapters = adapters
         self._clock = clock
         self._drafter = drafter if limits.can_chunk else None
-        self._has_draft_room = False  # the next step has room for a draft token of every running sequence
         self._backlog = Backlog(limits, self.counters)
         self.queues = Queues(limits, adapters, FairQueue(weights, limits.max_num_seqs), self._fail, clock)
         self._waiting = self.queues.ready
@@ -162,15 +163,18 @@ class Scheduler:
         self._decode_batch = None  # its columns contain adapter indices
 
     def schedule(self) -> StepPlan | None:
-        """Return the next step plan, or None if there is no work."""
+        """Return the next step plan, or None if there is no work, or if drafts need the tokens in flight."""
         self.queues.fail_timed_out()
+        return None if self._must_wait_for_tokens() else self._schedule()
+
+    def _schedule(self) -> StepPlan | None:
         self._unblock_followers()
         self._preempt_for_fairness()
         builder = StepBuilder(self.limits.max_step_tokens, self.limits.max_prefill_chunk_tokens, self.limits.can_chunk)
         forced, long, drafts = list[Sequence](), list[Sequence](), self._propose_drafts()
         for sequence in self._sort_running():
             num_tokens = sequence.num_uncomputed
-            if sequence in drafts or (sequence.num_in_flight and self._waits(sequence)):
+            if sequence in drafts:
                 continue
             if num_tokens == 1:
                 self._schedule_running(builder, sequence, 1, samples=True)  # the token budget suffices for all slots
@@ -207,10 +211,7 @@ class Scheduler:
         assert done.number == result.step, f"expected the result of step {done.number}, got {result.step}"
         seconds, idle_s = self._backlog.record_step(done.num_tokens, done.submitted_at, self._clock())
         if self._drafter is not None and done.is_decode:
-            num_sequences = len(done.sampled)
-            if done.drafts and self.limits.max_steps_in_flight > 1:
-                seconds += idle_s  # without drafts, the step would have been submitted earlier
-            self._drafter.record_step(num_sequences, done.num_tokens - num_sequences, seconds)
+            self._record_decode_step(self._drafter, done, seconds, idle_s)
         self._adapters.complete_step(result.step, result.loaded)
         for index, ((sequence, start), logprobs) in enumerate(
             zip(done.scored_prompts, result.prompt_logprobs, strict=True)
@@ -255,6 +256,17 @@ class Scheduler:
         failed, self._failed = self._failed, []
         return failed
 
+    def _record_decode_step(self, drafter: Drafter, done: SubmittedStep, seconds: float, idle_s: float) -> None:
+        """Record the time of a step, including the time before its submission.
+
+        Steps without drafts overlap if several steps may be in flight. The first of these steps after a step with
+        drafts does not overlap, so it is not recorded. Before a sequence's first token, the engine may have been idle.
+        """
+        is_typical = done.drafts or not idle_s or self.limits.max_steps_in_flight == 1
+        if is_typical and all(each is not None and each.num_generated > 0 for each in done.sampled):
+            num_sequences = len(done.sampled)
+            drafter.record_step(num_sequences, done.num_tokens - num_sequences, seconds + idle_s)
+
     def _settle_draft(self, sequence: Sequence, num_allowed: int, num_accepted: int) -> None:
         """Roll back the rejected draft tokens. Later steps overwrite their KV cache entries.
 
@@ -287,32 +299,41 @@ class Scheduler:
     # --- Scheduling ---------------------------------------------------------------------------------------------------
 
     def _propose_drafts(self) -> dict[Sequence, tuple[int, ...]]:
-        """Return draft tokens for running sequences.
-
-        If few KV blocks are free, return no drafts, so that drafts never cause a preemption.
-        """
+        """Return draft tokens for running sequences."""
         drafts = dict[Sequence, tuple[int, ...]]()
-        num_spare = min(self.limits.max_step_tokens, max(MAX_SAMPLED_ROWS, self.limits.max_num_seqs))
-        num_spare -= len(self._running)
-        is_short = self._cache.num_free_tokens < 2 * len(self._running) * self._cache.block_size + num_spare
-        self._has_draft_room = num_spare >= len(self._running) and not is_short
-        if self._drafter is None or is_short:
+        if self._drafter is None or (num_spare := self._count_spare_tokens()) <= 0:
             return drafts
         candidates = [sequence for sequence in self._sort_running() if sequence.can_draft]
-        for number, sequence in enumerate(candidates):
-            if num_spare <= 0:
-                break
-            share = max(1, num_spare // (len(candidates) - number))  # later tokens of a draft are less useful
-            proposed = self._drafter.propose(sequence, len(self._running))
-            if draft := sequence.limit_draft(tuple(proposed), share):
-                drafts[sequence] = draft
-                num_spare -= len(draft)
+        if candidates:
+            for sequence, proposed in self._drafter.propose(candidates, len(self._running), num_spare).items():
+                if draft := sequence.limit_draft(tuple(proposed), num_spare):
+                    drafts[sequence] = draft
+                    num_spare -= len(draft)
         return drafts
 
-    def _waits(self, sequence: Sequence) -> bool:
-        if self._drafter is None or not self._has_draft_room or not sequence.request.speculation:
+    def _count_spare_tokens(self) -> int:
+        """Return the maximum number of draft tokens in the next step.
+
+        The number is 0 if few KV blocks are free, so that drafts never cause a preemption.
+        """
+        num_running = len(self._running)
+        num_spare = min(self.limits.max_step_tokens, max(MAX_SAMPLED_ROWS, self.limits.max_num_seqs)) - num_running
+        is_short = self._cache.num_free_tokens < 2 * num_running * self._cache.block_size + num_spare
+        return 0 if is_short else num_spare
+
+    def _must_wait_for_tokens(self) -> bool:
+        """Return True if the steps in flight must finish first.
+
+        If they contain drafts, all sequences stay in the same step. Otherwise a step without the sequences in flight
+        would split the batch.
+        """
+        if self._drafter is None or not self.in_flight:
             return False
-        return self._drafter.waits(sequence, len(self._running))
+        if any(step.drafts for step in self.in_flight):
+            return True
+        waiting = [sequence for sequence in self._running if sequence.num_in_flight and sequence.request.speculation]
+        num_spare = self._count_spare_tokens()
+        return bool(waiting) and num_spare > 0 and self._drafter.waits(waiting, len(self._running), num_spare)
 
     def _schedule_draft(self, builder: StepBuilder, sequence: Sequence, draft: tuple[int, ...]) -> None:
         """Add a running sequence and its draft tokens to the step. If too few KV blocks are free, add only its next

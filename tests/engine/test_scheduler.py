@@ -132,7 +132,15 @@ class RandomDrafter:
         self._random = random.Random(seed)
         self._lengths = lengths
 
-    def propose(self, sequence: Sequence, num_running: int) -> list[int]:
+    def propose(self, sequences: Iterable[Sequence], num_running: int, max_tokens: int) -> dict[Sequence, list[int]]:
+        drafts = dict[Sequence, list[int]]()
+        for sequence in sequences:
+            if draft := self._draft(sequence)[:max_tokens]:
+                drafts[sequence] = draft
+                max_tokens -= len(draft)
+        return drafts
+
+    def _draft(self, sequence: Sequence) -> list[int]:
         assert not sequence.num_in_flight
         tokens, adapter = list(sequence.token_ids), int(sequence.request.adapter_identity or 0)
         for _ in range(self._random.choice(self._lengths)):
@@ -140,7 +148,7 @@ class RandomDrafter:
             tokens.append(next_token(adapter, tokens) if is_right else self._random.randrange(VOCAB))
         return tokens[len(sequence.token_ids) :]
 
-    def waits(self, sequence: Sequence, num_running: int) -> bool:
+    def waits(self, sequences: Iterable[Sequence], num_running: int, max_tokens: int) -> bool:
         return self._random.random() < 0.5
 
     def record_step(self, num_sequences: int, num_drafted: int, seconds: float) -> None: ...
@@ -1177,39 +1185,46 @@ def test_requests_without_speculation_get_no_drafts() -> None:
 
 
 class EagerDrafter(RandomDrafter):
-    """Drafts eight tokens for every sequence, and records the measured times."""
+    """Drafts the same number of tokens for every sequence, and records the measured times."""
 
-    def __init__(self) -> None:
-        super().__init__(0, lengths=(8,))
+    def __init__(self, length: int = 8) -> None:
+        super().__init__(0, lengths=(length,))
         self.times: list[tuple[int, int, float]] = []
 
-    def waits(self, sequence: Sequence, num_running: int) -> bool:
+    def waits(self, sequences: Iterable[Sequence], num_running: int, max_tokens: int) -> bool:
         return True
 
     def record_step(self, num_sequences: int, num_drafted: int, seconds: float) -> None:
         self.times.append((num_sequences, num_drafted, seconds))
 
 
-@pytest.mark.parametrize(
-    ("num_sequences", "share"), [(8, 7), (16, 3), (32, 1), (33, 0)]
-)  # 64 sampled tokens fit into a step
-def test_sequences_share_the_room_for_drafts(num_sequences: int, share: int) -> None:
-    """If not every sequence can get a draft token, no sequence waits for its token in flight."""
-    engine = Engine(make_limits(256, 33, 64), 600, max_steps_in_flight=2, drafter=EagerDrafter())
+@pytest.mark.parametrize("num_sequences", [8, 33, 63, 64])
+def test_number_of_sampled_tokens_is_limited(num_sequences: int) -> None:
+    """At most 64 sampled tokens fit into a step."""
+    engine = Engine(make_limits(256, 64, 64), 600, max_steps_in_flight=2, drafter=EagerDrafter())
     for i in range(num_sequences):
         engine.scheduler.add(make_request(i, [1 + i % 6], 30, eos=False))
     for _ in range(12):
         engine.step()
-    drafts = [plan.drafts.counts.tolist() for plan in engine.plans if plan.drafts is not None]
-    assert bool(drafts) == (share > 0)
-    assert all(num_sequences + sum(counts) <= 64 for counts in drafts)
-    if drafts:
-        assert set(next(counts for counts in drafts if len(counts) == num_sequences)) == {share}
-    decoding = [plan for plan in engine.plans if len(plan.slots) == num_sequences]
-    assert len(decoding) > 4
-    if not share:
-        assert len(decoding) >= 11
+    sizes = [len(plan.slots) + len(plan.drafts.token_ids) for plan in engine.plans if plan.drafts is not None]
+    if num_sequences < 64:
+        assert max(sizes) == 64
+    else:
+        assert not sizes
+        assert len(engine.plans) == 12  # no step waits for tokens in flight
     engine.finish()
+
+
+def test_sequences_with_drafts_stay_in_the_same_step() -> None:
+    """Two groups of sequences whose prompts run in different steps share all steps after their first drafts."""
+    engine = Engine(make_limits(16, 8, 64), 200, max_steps_in_flight=2, drafter=EagerDrafter(1))
+    for i in range(8):
+        engine.scheduler.add(make_request(i, [1 + i % 6, 3, 4, 5], 40, eos=False))
+    for _ in range(12):
+        engine.step()
+    drafts = [plan for plan in engine.plans if plan.drafts is not None]
+    assert len(drafts) > 3
+    assert [len(plan.slots) for plan in drafts[2:]] == [8] * (len(drafts) - 2)
 
 
 def test_backlog_reports_the_time_before_the_submission() -> None:
@@ -1220,8 +1235,8 @@ def test_backlog_reports_the_time_before_the_submission() -> None:
 
 
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2])
-def test_time_of_drafts_includes_the_wait_for_known_tokens(max_steps_in_flight: int) -> None:
-    """With several steps in flight, steps without drafts are submitted before the previous step has finished."""
+def test_step_times_include_the_time_before_the_submission(max_steps_in_flight: int) -> None:
+    """With several steps in flight, steps without drafts are measured only if they overlap with the previous step."""
     drafter = EagerDrafter()
     limits = replace(LARGE_LIMITS, max_steps_in_flight=max_steps_in_flight)
     engine = Engine(limits, 64, max_steps_in_flight, drafter=drafter)
@@ -1229,7 +1244,9 @@ def test_time_of_drafts_includes_the_wait_for_known_tokens(max_steps_in_flight: 
     engine.scheduler._clock = lambda: float(next(times))  # every call takes a second
     engine.scheduler.add(make_request(0, [1], 30, eos=False))
     engine.finish()
-    assert {seconds for _, num_drafted, seconds in drafter.times if num_drafted} == {float(max_steps_in_flight)}
+    assert {seconds for _, num_drafted, seconds in drafter.times if num_drafted} == {2.0}
+    plain = [seconds for _, num_drafted, seconds in drafter.times if not num_drafted]
+    assert not plain if max_steps_in_flight > 1 else set(plain) <= {2.0}
 
 
 # --- Random operations ------------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
-"""Proposes draft tokens for each sequence if they are likely to save time."""
+"""Proposes draft tokens for all sequences of a batch if they are likely to save time."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from heapq import heapify, heappop, heapreplace
 
 from lorax_server.engine.sequence import Sequence
 from lorax_server.engine.speculation.completion_index import ORDERS, AdapterHistory, Histories
@@ -8,8 +10,8 @@ from lorax_server.engine.speculation.guess import Guess
 from lorax_server.engine.speculation.prompt_lookup import PromptLookup
 from lorax_server.engine.speculation.step_costs import StepCosts
 
-MIN_GAIN = 1.1  # expected speedup below which no tokens are drafted, because drafts have costs outside the model
-RETRY_TOKENS = 16  # tokens between attempts of a sequence without drafts, if several steps are in flight
+MIN_GAIN = 1.05  # expected speedup below which no tokens are drafted, because estimates are not exact
+MAX_RETRY_STEPS = 16  # steps between attempts if no drafts are likely and several steps are in flight
 
 
 class _SequenceState:
@@ -20,7 +22,6 @@ class _SequenceState:
         self.lookup = PromptLookup(len(sequence.request.prompt_ids))
         self.first = 0  # position of the first guessed token
         self.guesses: list[Guess] = []
-        self.next_try = 0  # sequence length from which the sequence may wait for its token in flight
 
     def check_guesses(self, token_ids: list[int]) -> None:
         """Record which of the last guesses were correct, and start new guesses after these tokens."""
@@ -34,8 +35,9 @@ class _SequenceState:
 class SpeculativeDrafter:
     """Guesses tokens from the request's own text, and from earlier completions of the same adapter and tenant.
 
-    The number of draft tokens depends on the accuracy of earlier guesses of the same kind, and on the measured cost of
-    a token relative to a step. It does not depend on the texts of other tenants.
+    The number of draft tokens is chosen for the whole batch, so that the expected number of tokens per second is
+    maximal. It depends on the accuracy of earlier guesses of the same kind, and on measured step times. Guesses and
+    their accuracy do not depend on the texts of other tenants.
     """
 
     def __init__(
@@ -53,48 +55,112 @@ class SpeculativeDrafter:
         self._histories = histories or Histories()
         self._costs = costs or StepCosts()
         self._states: dict[Sequence, _SequenceState] = {}
-        self._is_paused = False  # drafts cannot pay off for the number of sequences in the last step
+        self._speedup = MIN_GAIN  # expected speedup of the last drafts
+        self._retry_steps = 1  # steps until the next attempt if `waits` finds no drafts
+        self._num_skipped = 0  # calls of `waits` since the last attempt
 
     @property
     def num_sequences(self) -> int:
         """The number of sequences with state."""
         return len(self._states)
 
-    def propose(self, sequence: Sequence, num_running: int) -> list[int]:
-        """Return draft tokens for the positions after the sequence's last token, or no tokens."""
-        if not self._may_pay_off(num_running) or self._costs.must_measure_plain:
-            return []
-        if sequence not in self._states:
-            self._states[sequence] = _SequenceState(sequence, self._find_history(sequence))
-        return self._make_draft(sequence, num_running)
+    def propose(self, sequences: Iterable[Sequence], num_running: int, max_tokens: int) -> dict[Sequence, list[int]]:
+        """Return draft tokens for the positions after the sequences' last tokens, at most `max_tokens` in total."""
+        drafts = self._plan(sequences, num_running, max_tokens)
+        if drafts:
+            self._retry_steps = 1
+        return drafts
 
-    def _make_draft(self, sequence: Sequence, num_running: int) -> list[int]:
-        """Return the draft after the sequence's tokens in flight, or no tokens if it would not save time.
+    def waits(self, sequences: Iterable[Sequence], num_running: int, max_tokens: int) -> bool:
+        """Return True if the next step should wait for the tokens in flight, because drafts are likely to save time.
+
+        After failed attempts, do not try again for some steps, because each attempt takes time.
+        """
+        if self._costs.must_measure_plain(num_running, self._speedup):
+            return False
+        if self._num_skipped + 1 < self._retry_steps:
+            self._num_skipped += 1
+            return False
+        self._num_skipped = 0
+        self._retry_steps = min(2 * self._retry_steps, MAX_RETRY_STEPS)
+        return bool(self._plan(sequences, num_running, max_tokens))
+
+    def record_step(self, num_sequences: int, num_drafted: int, seconds: float) -> None:
+        """Record the time of a step in which every sequence decodes."""
+        self._costs.record(num_sequences, num_drafted, seconds)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Index a finished completion."""
+        self._retry_steps = 1  # the next sequence may be more predictable
+        state, request = self._states.pop(sequence, None), sequence.request
+        if sequence.num_generated > 0:
+            history = self._find_history(sequence) if state is None else state.history
+            history.completions.add(sequence.token_ids, len(request.prompt_ids))
+            self._histories.keep(request.tenant, (request.adapter_identity, request.salt), history)
+
+    def _plan(self, sequences: Iterable[Sequence], num_running: int, max_tokens: int) -> dict[Sequence, list[int]]:
+        """Return the drafts with the highest expected number of tokens per second, or no drafts.
+
+        Tokens are added in the order of their probability. Every step size is a candidate.
+        """
+        if self._max_batch_size is not None and num_running > self._max_batch_size:
+            return {}
+        max_tokens = min(max_tokens, num_running * self._max_tokens)
+        if max_tokens <= 0 or self._costs.must_measure_plain(num_running, self._speedup):
+            return {}
+        plain_s, sizes = self._costs.estimate(num_running, num_running + max_tokens)
+        plain_rate = num_running / plain_s
+        min_rate = MIN_GAIN * plain_rate
+        if all(size <= min_rate * seconds for size, seconds in sizes):
+            return {}  # drafts would not save time if all their tokens were correct
+        drafts = [(sequence, list[int]()) for sequence in sequences]
+        extensions = [self._extend(sequence, token_ids) for sequence, token_ids in drafts]
+        firsts = [(-next(extension, 0.0), index) for index, extension in enumerate(extensions)]
+        heap = [first for first in firsts if first[0]]  # next token of each draft, most likely token first
+        heapify(heap)
+        chosen = list[int]()  # the draft of each token, most likely token first
+        expected = float(num_running)  # tokens that the step yields
+        best_rate, num_best = min_rate, 0
+        for number, (size, seconds) in enumerate(sizes):
+            if not heap:
+                break
+            probability = -heap[0][0]  # no later token is more likely
+            base = expected - probability * (num_running + len(chosen))
+            if all(base + probability * later <= best_rate * later_s for later, later_s in sizes[number:]):
+                break  # no larger step is better
+            while heap and num_running + len(chosen) < size:
+                likely, index = heap[0]
+                expected -= likely
+                chosen.append(index)
+                if following := next(extensions[index], 0.0):
+                    heapreplace(heap, (-following, index))
+                else:
+                    heappop(heap)
+            if expected > best_rate * seconds:
+                best_rate, num_best = expected / seconds, len(chosen)
+        self._speedup = best_rate / plain_rate
+        counts = Counter(chosen[:num_best])
+        return {drafts[index][0]: drafts[index][1][:count] for index, count in counts.items()}
+
+    def _extend(self, sequence: Sequence, token_ids: list[int]) -> Iterator[float]:
+        """Append guesses to a draft, and yield after each guess the probability that the draft is correct.
 
         Guesses for tokens in flight are assumed to be correct.
         """
-        plain, overhead = self._costs.in_draft_tokens(num_running)
-        state, num_in_flight = self._states[sequence], sequence.num_in_flight
+        state = self._states.get(sequence)
+        if state is None:
+            state = self._states[sequence] = _SequenceState(sequence, self._find_history(sequence))
         state.check_guesses(sequence.token_ids)
-        draft = list[int]()
-        probability = 1.0  # that the draft so far is correct
-        expected = 1.0  # number of tokens that the step yields
-        for guess, likely in self._guess_tokens(sequence):
+        num_in_flight, probability = sequence.num_in_flight, 1.0
+        max_tokens = min(self._max_tokens, sequence.num_remaining - 1)
+        for number, (guess, likely) in enumerate(self._guess_tokens(sequence)):
+            if number >= num_in_flight + max_tokens:
+                return
             state.guesses.append(guess)
-            if len(state.guesses) <= num_in_flight:
-                continue
-            probability *= likely
-            if probability * (plain + overhead + len(draft)) < expected:
-                break  # the token's costs exceed its benefit
-            expected += probability
-            draft.append(guess.token_id)
-            if len(draft) == self._max_tokens:
-                break
-        speedup = expected * plain / (plain + overhead + len(draft))
-        if speedup < MIN_GAIN:
-            state.next_try = len(sequence.token_ids) + num_in_flight + RETRY_TOKENS
-            return []
-        return draft
+            if number >= num_in_flight:
+                token_ids.append(guess.token_id)
+                probability *= likely
+                yield probability
 
     def _guess_tokens(self, sequence: Sequence) -> Iterator[tuple[Guess, float]]:
         """Yield guesses for the tokens after the sequence's last known token. Each guess has the probability that it is
@@ -120,41 +186,6 @@ class SpeculativeDrafter:
             position = position + 1 if is_copy and position + 1 < len(token_ids) else 0
             length += 1
 
-    def waits(self, sequence: Sequence, num_running: int) -> bool:
-        """Return True if a sequence must wait for its token in flight, because it is likely to get a draft.
-
-        A sequence that waits is missing from the next step, which other sequences use. After a failed attempt, it
-        therefore waits only if a draft is likely after a guess for the token in flight.
-        """
-        if self._is_paused or self._costs.must_measure_plain:
-            return False
-        state = self._states.get(sequence)
-        if state is None:
-            return True
-        if len(sequence.token_ids) + sequence.num_in_flight < state.next_try:
-            return False
-        return bool(self._make_draft(sequence, num_running))
-
-    def record_step(self, num_sequences: int, num_drafted: int, seconds: float) -> None:
-        """Record the time of a step in which every sequence decodes."""
-        self._costs.record(num_sequences, num_drafted, seconds)
-        self._is_paused = not self._may_pay_off(num_sequences)
-
-    def finish(self, sequence: Sequence) -> None:
-        """Index a finished completion."""
-        state, request = self._states.pop(sequence, None), sequence.request
-        if sequence.num_generated > 0:
-            history = self._find_history(sequence) if state is None else state.history
-            history.completions.add(sequence.token_ids, len(request.prompt_ids))
-            self._histories.keep(request.tenant, (request.adapter_identity, request.salt), history)
-
     def _find_history(self, sequence: Sequence) -> AdapterHistory:
         request = sequence.request
         return self._histories.find(request.tenant, (request.adapter_identity, request.salt))
-
-    def _may_pay_off(self, num_sequences: int) -> bool:
-        """Return True if drafts would save time if all their tokens were correct."""
-        if self._max_batch_size is not None and num_sequences > self._max_batch_size:
-            return False
-        plain, overhead = self._costs.in_draft_tokens(num_sequences)
-        return (1 + self._max_tokens) * plain >= MIN_GAIN * (plain + overhead + self._max_tokens)

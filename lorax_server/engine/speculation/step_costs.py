@@ -1,115 +1,152 @@
-"""Estimates how long decode steps take without drafts, and how much time drafts add."""
+"""Estimates decode step times with and without draft tokens from measured steps."""
 
-DECAY = 0.995  # weight of a step after the next step of the same kind
-IDLE_DECAY = 0.999  # weight of steps with drafts after a step without drafts, so that they are measured again
-MIN_PLAIN_STEPS, PLAIN_INTERVAL = 3.0, 64  # one of this many steps has no drafts, and more steps at first
+from collections import deque
+from collections.abc import Iterator
+
 # Assumed fixed costs of a step, such as reading the weights, in tokens: on CPUs, and on GPUs.
 PRIOR_RATIO, GPU_PRIOR_RATIO = 8.0, 128.0
 PRIOR_OVERHEAD = 0.1  # assumed fixed costs of drafts, as a share of a step
-PRIOR_STEPS = 4.0  # weight of the assumed values, in steps
-PRIOR_VARIANCE = 16.0  # of the number of tokens
-MAX_OUTLIER = 3.0  # a longer time than this multiple of the assumed time is counted as this multiple
+NEW_SIZE_COSTS = 0.05  # assumed additional costs of sizes that were not measured, because their first steps are slow
+MAX_GROWTH = 4  # ratio between the draft tokens in a step and in the largest measured step
+WARMUP_STEPS = 3  # ignored steps of each size, because they may record a graph or load kernels
+MIN_STEPS = 2  # after warm-up, before a size counts as measured
+RECENT_STEPS = 7  # of each size, whose median is used
+REFRESH_STEPS = 8  # steps until estimates are computed again, or fewer if a size was measured for the first time
+MAX_AGE = 1500  # steps until unused measurements with drafts expire, so that drafts are tried again
+MIN_PLAIN_INTERVAL = 4  # steps with drafts between two steps without drafts
+MAX_MEASURING_LOSS = 0.005  # share of the speed that may be lost by measuring a step without drafts
 
 
-class _Line:
-    """Fits a line to points with decaying weights, and an assumed slope that counts as additional points."""
+def round_size(num_tokens: int) -> int:
+    """Round up to the next step size that is measured separately. Sizes above 8 are 14 to 25 % apart."""
+    unit = 1 << max(0, (num_tokens - 1).bit_length() - 3)
+    return -(-num_tokens // unit) * unit
+
+
+def step_sizes(after: int, last: int) -> Iterator[int]:
+    """Yield the step sizes above `after` up to `last`, and `last`."""
+    while after < last:
+        after = min(round_size(after + 1), last)
+        yield after
+
+
+class _StepTimes:
+    """The median time of the recent steps of one size."""
 
     def __init__(self) -> None:
-        self.weight = self._x = self._y = self._xx = self._xy = 0.0
+        self.last_step = 0
+        self.median: float | None = None  # None until the size is measured
+        self._num_warmups = 0
+        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
 
-    def add(self, x: float, y: float) -> None:
-        self.decay(DECAY)
-        self.weight += 1
-        self._x, self._y, self._xx, self._xy = self._x + x, self._y + y, self._xx + x * x, self._xy + x * y
-
-    def decay(self, factor: float) -> None:
-        self.weight *= factor
-        self._x, self._y, self._xx, self._xy = (each * factor for each in (self._x, self._y, self._xx, self._xy))
-
-    def means(self) -> tuple[float, float]:
-        return self._x / self.weight, self._y / self.weight
-
-    def slope(self, prior: float) -> float:
-        """Return the slope. The assumed slope `prior` has the weight of `PRIOR_STEPS` points."""
-        x, _ = self.means()
-        prior_weight = PRIOR_STEPS * PRIOR_VARIANCE
-        return (self._xy - x * self._y + prior_weight * prior) / (self._xx - x * self._x + prior_weight)
+    def add(self, step: int, seconds: float) -> None:
+        if step - self.last_step > MAX_AGE:
+            self._recent.clear()
+        self.last_step = step
+        if self._num_warmups < WARMUP_STEPS:
+            self._num_warmups += 1
+            return
+        self._recent.append(seconds)
+        self.median = sorted(self._recent)[(len(self._recent) - 1) // 2] if len(self._recent) >= MIN_STEPS else None
 
 
 class StepCosts:
-    """Estimates the time of decode steps from the number of sequences, and the additional time of drafts from the
-    number of draft tokens.
+    """Estimates the time of decode steps from the number of sequences and draft tokens.
+
+    Sizes that were not measured are interpolated. Measurements that contradict the rule that larger steps take at least
+    as long are lowered. Thus a wrong estimate makes the drafter try drafts, and the next measurements correct it.
     """
 
-    def __init__(self, prior_ratio: float = PRIOR_RATIO, *, records_graphs: bool = True) -> None:
-        """`prior_ratio` is the assumed fixed cost of a step in tokens, which is used until steps were measured. With
-        `records_graphs`, the first step of each size is slow, because it records a graph.
-        """
+    def __init__(self, prior_ratio: float = PRIOR_RATIO) -> None:
+        """`prior_ratio` is the assumed fixed cost of a step in tokens, which is used for larger steps than measured."""
         self._prior_ratio = prior_ratio
-        self._records_graphs = records_graphs
-        self._plain = _Line()  # seconds of steps without drafts, by number of sequences
-        self._extra = _Line()  # additional seconds of steps with drafts, by number of draft tokens
-        self._known_sizes: set[int] = set()  # in tokens
+        self._plain: dict[int, _StepTimes] = {}  # steps without drafts, by size
+        self._drafted: dict[int, _StepTimes] = {}  # steps with drafts, by size
+        self._num_steps = 0
         self._num_drafted_steps = 0  # since the last step without drafts
-        self._in_draft_tokens: dict[int, tuple[float, float]] = {}  # by number of sequences, since the last step
+        self._estimates: dict[tuple[int, int], tuple[float, list[tuple[int, float]]]] = {}  # by arguments of `estimate`
 
-    @property
-    def must_measure_plain(self) -> bool:
-        """Return True if the next step should have no drafts, because too few steps without drafts were measured."""
-        interval = PLAIN_INTERVAL if self._plain.weight >= MIN_PLAIN_STEPS else 1
-        return self._num_drafted_steps >= interval
+    def must_measure_plain(self, num_sequences: int, speedup: float) -> bool:
+        """Return True if the next step should have no drafts, to measure its time. `speedup` is the speedup that such
+        a step loses.
+        """
+        times = self._plain.get(round_size(num_sequences))
+        is_measured = times is not None and times.median is not None
+        interval = (1 - 1 / speedup) / MAX_MEASURING_LOSS if is_measured else 0.0
+        return self._num_drafted_steps >= max(MIN_PLAIN_INTERVAL, interval)
 
     def record(self, num_sequences: int, num_drafted: int, seconds: float) -> None:
-        """Record a step in which every sequence decodes. The first step of each size is ignored if it records a
-        graph.
-        """
+        """Record a step in which every sequence decodes."""
+        self._num_steps += 1
         self._num_drafted_steps = self._num_drafted_steps + 1 if num_drafted else 0
-        self._in_draft_tokens.clear()
-        if self._records_graphs and (size := num_sequences + num_drafted) not in self._known_sizes:
-            self._known_sizes.add(size)
-            return
-        if self._plain.weight:
-            plain_s = self.estimate_plain(num_sequences)
-            assumed_s = plain_s * (1 + num_drafted / (self._prior_ratio + num_sequences))
-            seconds = min(seconds, MAX_OUTLIER * assumed_s)
-        if not num_drafted:
-            self._plain.add(num_sequences, seconds)
-            self._extra.decay(IDLE_DECAY)
-        elif self._plain.weight:
-            self._extra.add(num_drafted, seconds - self.estimate_plain(num_sequences))
+        sizes, size = self._drafted if num_drafted else self._plain, round_size(num_sequences + num_drafted)
+        times = sizes.get(size) or sizes.setdefault(size, _StepTimes())
+        was_measured = times.median is not None
+        times.add(self._num_steps, seconds)
+        if self._num_steps % REFRESH_STEPS == 0 or (times.median is not None) != was_measured:
+            self._estimates.clear()
 
     def estimate_plain(self, num_sequences: int) -> float:
-        """Estimate the step time without drafts, in seconds. Before the first step, the unit is the time of
-        one token.
-        """
-        if not self._plain.weight:
-            return self._prior_ratio + num_sequences
-        count, seconds = self._plain.means()
-        slope = min(max(self._plain.slope(seconds / (self._prior_ratio + count)), 0.0), seconds / count)
-        return seconds + slope * (num_sequences - count)
-
-    def estimate_drafts(self, num_sequences: int) -> tuple[float, float]:
-        """Estimate how many additional seconds a step with drafts takes. Return the fixed time and the time per draft
+        """Estimate the step time without drafts, in seconds. Before the first measurement, the unit is the time of one
         token.
         """
-        plain_s = self.estimate_plain(num_sequences)
-        prior = plain_s / (self._prior_ratio + num_sequences)
-        if not self._extra.weight:
-            return PRIOR_OVERHEAD * plain_s, prior
-        count, seconds = self._extra.means()
-        token_s = max(self._extra.slope(prior), 0.05 * prior)
-        weight = self._extra.weight
-        fixed_s = (weight * (seconds - token_s * count) + PRIOR_STEPS * PRIOR_OVERHEAD * plain_s) / (
-            weight + PRIOR_STEPS
-        )
-        return max(fixed_s, 0.0), token_s
+        size, ratio = round_size(num_sequences), self._prior_ratio
+        points = [(each, times.median) for each, times in self._plain.items() if times.median is not None]
+        below = max((point for point in points if point[0] <= size), default=None)
+        above = min((point for point in points if point[0] >= size), default=None)
+        if below is not None and above is not None:
+            return _interpolate(below, above, size)
+        nearest, seconds = below or above or (0, ratio)
+        return seconds * (ratio + size) / (ratio + nearest)
 
-    def in_draft_tokens(self, num_sequences: int) -> tuple[float, float]:
-        """Return one sequence's share of a step without drafts, and its share of the fixed costs of drafts, in units of
-        a draft token's cost.
+    def estimate(self, num_sequences: int, max_tokens: int) -> tuple[float, list[tuple[int, float]]]:
+        """Estimate the step time without drafts, and the times of steps with drafts for all step sizes in ascending
+        order. The largest size has `max_tokens` tokens, including draft tokens.
         """
-        if num_sequences not in self._in_draft_tokens:
-            fixed_s, token_s = self.estimate_drafts(num_sequences)
-            unit = num_sequences * token_s
-            self._in_draft_tokens[num_sequences] = self.estimate_plain(num_sequences) / unit, fixed_s / unit
-        return self._in_draft_tokens[num_sequences]
+        key = num_sequences, max_tokens
+        if key not in self._estimates:
+            plain_s = self.estimate_plain(num_sequences)
+            self._estimates[key] = plain_s, list(self._estimate_drafts(num_sequences, max_tokens, plain_s))
+        return self._estimates[key]
+
+    def _estimate_drafts(self, num_sequences: int, max_tokens: int, plain_s: float) -> Iterator[tuple[int, float]]:
+        points = self._find_points(num_sequences, plain_s)
+        (first, first_s), (last, last_s) = points[0], points[-1]
+        token_s = plain_s / (self._prior_ratio + num_sequences)
+        if last > first:
+            token_s = max(token_s / 2, (last_s - first_s) / (last - first))
+        max_drafted = max(num_sequences, MAX_GROWTH * (last - first))
+        index = 0
+        for size in step_sizes(num_sequences, min(max_tokens, num_sequences + max_drafted)):
+            measured_size = round_size(size)
+            while index + 1 < len(points) and points[index + 1][0] <= measured_size:
+                index += 1
+            if measured_size == points[index][0]:
+                seconds = points[index][1]
+            elif index + 1 < len(points):
+                seconds = _interpolate(points[index], points[index + 1], measured_size) * (1 + NEW_SIZE_COSTS)
+            else:
+                seconds = (last_s + token_s * (measured_size - last)) * (1 + NEW_SIZE_COSTS)
+            yield size, seconds
+
+    def _find_points(self, num_sequences: int, plain_s: float) -> list[tuple[int, float]]:
+        """Return the assumed time of a step with few draft tokens, and all measured times of larger steps with drafts.
+        Times do not decrease with the size.
+        """
+        points = [(num_sequences, plain_s * (1 + PRIOR_OVERHEAD))]
+        if any(times.median is not None for times in self._plain.values()):  # otherwise, `plain_s` is not in seconds
+            oldest = self._num_steps - MAX_AGE
+            points += sorted(
+                (size, times.median)
+                for size, times in self._drafted.items()
+                if times.median is not None and size > num_sequences and times.last_step >= oldest
+            )
+        for index in range(len(points) - 2, -1, -1):
+            points[index] = points[index][0], min(points[index][1], points[index + 1][1])
+        return points
+
+
+def _interpolate(below: tuple[int, float], above: tuple[int, float], size: int) -> float:
+    if above[0] == below[0]:
+        return above[1]
+    return below[1] + (above[1] - below[1]) * (size - below[0]) / (above[0] - below[0])

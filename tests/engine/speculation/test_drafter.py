@@ -7,13 +7,22 @@ import pytest
 
 from lorax_server.engine.sequence import Sequence as EngineSequence
 from lorax_server.engine.speculation.completion_index import ENTRY_BYTES, MAX_HISTORIES, CompletionIndex, Histories
-from lorax_server.engine.speculation.drafter import SpeculativeDrafter
+from lorax_server.engine.speculation.drafter import MAX_RETRY_STEPS, SpeculativeDrafter
 from lorax_server.engine.speculation.guess import Accuracy
 from lorax_server.engine.speculation.prompt_lookup import MAX_PROMPT_TOKENS, PromptLookup
-from lorax_server.engine.speculation.step_costs import GPU_PRIOR_RATIO, PRIOR_RATIO, StepCosts
+from lorax_server.engine.speculation.step_costs import (
+    GPU_PRIOR_RATIO,
+    MAX_AGE,
+    PRIOR_RATIO,
+    REFRESH_STEPS,
+    StepCosts,
+    round_size,
+    step_sizes,
+)
 from lorax_server.types import Request, SamplingParams, StopParams
 
 TEXT = [*range(100, 130)]
+MAX_ROWS = 256  # tokens in a step
 
 
 def make_sequence(prompt: Sequence[int], completion: Sequence[int] = (), **options: Any) -> EngineSequence:
@@ -27,8 +36,24 @@ def teach(drafter: SpeculativeDrafter, prompt: Sequence[int], completion: Sequen
     """Finish a completion. The drafter sees each of its tokens, as the engine does."""
     for length in range(1, len(completion) + 1):
         sequence = make_sequence(prompt, completion[:length], **options)
-        drafter.propose(sequence, 1)
+        propose(drafter, sequence, 1)
     drafter.finish(sequence)
+
+
+def propose(drafter: SpeculativeDrafter, sequence: EngineSequence, num_running: int) -> list[int]:
+    """Return the draft of one sequence. The other running sequences have no drafts."""
+    return drafter.propose([sequence], num_running, MAX_ROWS - num_running).get(sequence, [])
+
+
+def waits(drafter: SpeculativeDrafter, sequence: EngineSequence, num_running: int) -> bool:
+    return drafter.waits([sequence], num_running, MAX_ROWS - num_running)
+
+
+def measured(drafter: SpeculativeDrafter, fixed_s: float, per_token_s: float) -> None:
+    for _ in range(50):
+        for num_sequences, num_drafted in ((1, 0), (1, 3), (4, 0), (4, 12)):
+            seconds = fixed_s + per_token_s * (num_sequences + num_drafted)
+            drafter.record_step(num_sequences, num_drafted, seconds)
 
 
 # --- Prompt -----------------------------------------------------------------------------------------------------------
@@ -36,7 +61,8 @@ def teach(drafter: SpeculativeDrafter, prompt: Sequence[int], completion: Sequen
 
 def test_draft_copies_the_prompt() -> None:
     drafter = SpeculativeDrafter(8)
-    draft = drafter.propose(make_sequence([1, *TEXT, 2], [3, *TEXT[:6]]), 1)
+    measured(drafter, 1.0, 0.1)
+    draft = propose(drafter, make_sequence([1, *TEXT, 2], [3, *TEXT[:6]]), 1)
     assert draft == TEXT[6 : 6 + len(draft)]
     assert len(draft) > 1
 
@@ -72,8 +98,9 @@ def test_lookup_indexes_a_limited_number_of_prompt_tokens() -> None:
 
 def test_draft_repeats_an_earlier_completion() -> None:
     drafter = SpeculativeDrafter(8)
+    measured(drafter, 1.0, 0.1)
     teach(drafter, [1, 2], TEXT)
-    draft = drafter.propose(make_sequence([3, 2], TEXT[:4]), 1)
+    draft = propose(drafter, make_sequence([3, 2], TEXT[:4]), 1)
     assert draft == TEXT[4 : 4 + len(draft)]
     assert len(draft) > 1
 
@@ -88,8 +115,8 @@ def test_histories_are_separate(other: dict[str, str]) -> None:
     for length in (1, 4, 9):
         options = known | other
         one, two = (make_sequence([3, 2], TEXT[:length], **options) for _ in range(2))
-        assert taught.propose(one, 1) == fresh.propose(two, 1) == []
-    assert taught.propose(make_sequence([3, 2], TEXT[:4], **known), 1)
+        assert propose(taught, one, 1) == propose(fresh, two, 1) == []
+    assert propose(taught, make_sequence([3, 2], TEXT[:4], **known), 1)
 
 
 def test_most_frequent_token_is_guessed() -> None:
@@ -149,20 +176,13 @@ def test_running_sequences_keep_their_history_with_many_tenants() -> None:
     drafter = SpeculativeDrafter(8, histories=Histories(max_tenants=1))
     sequences = [make_sequence([1, 2], TEXT, tenant=tenant) for tenant in "ab"]
     for sequence in sequences:
-        drafter.propose(sequence, 2)
+        propose(drafter, sequence, 2)
     for sequence in sequences:
         drafter.finish(sequence)
-    assert drafter.propose(make_sequence([3, 2], TEXT[:4], tenant="b"), 1)
+    assert propose(drafter, make_sequence([3, 2], TEXT[:4], tenant="b"), 1)
 
 
 # --- Length -----------------------------------------------------------------------------------------------------------
-
-
-def measured(drafter: SpeculativeDrafter, fixed_s: float, per_token_s: float) -> None:
-    for _ in range(50):
-        for num_sequences, num_drafted in ((1, 0), (1, 3), (4, 0), (4, 12)):
-            seconds = fixed_s + per_token_s * (num_sequences + num_drafted)
-            drafter.record_step(num_sequences, num_drafted, seconds)
 
 
 @pytest.mark.parametrize(("fixed_s", "num_running", "drafts"), [(1.0, 1, True), (1.0, 200, False), (0.0, 1, False)])
@@ -172,7 +192,7 @@ def test_drafts_are_proposed_only_if_step_costs_allow_savings(fixed_s: float, nu
     measured(drafter, fixed_s, 0.1)
     for _ in range(3):
         teach(drafter, [1, 2], TEXT)
-    assert bool(drafter.propose(make_sequence([3, 2], TEXT[:9]), num_running)) == drafts
+    assert bool(propose(drafter, make_sequence([3, 2], TEXT[:9]), num_running)) == drafts
 
 
 def test_max_batch_size_and_max_tokens_limit_drafts() -> None:
@@ -181,18 +201,18 @@ def test_max_batch_size_and_max_tokens_limit_drafts() -> None:
     for _ in range(3):
         teach(drafter, [1, 2], TEXT)
     sequence = make_sequence([3, 2], TEXT[:9])
-    assert drafter.propose(sequence, 4) == TEXT[9:11]
-    assert drafter.propose(sequence, 5) == []
+    assert propose(drafter, sequence, 4) == TEXT[9:11]
+    assert propose(drafter, sequence, 5) == []
 
 
 def test_wrong_guesses_stop_drafts() -> None:
     """The text repeats single tokens, but never what followed them."""
     drafter, tokens = SpeculativeDrafter(8), [index * index % 61 for index in range(61)] * 8
-    drafts = [drafter.propose(make_sequence(tokens[:1], tokens[1:2]), 1)]
+    drafts = [propose(drafter, make_sequence(tokens[:1], tokens[1:2]), 1)]
     sequence = make_sequence(tokens[:1])
     for number in range(400):
         sequence.token_ids.append(tokens[number] + number % 7)
-        drafts.append(drafter.propose(sequence, 1))
+        drafts.append(propose(drafter, sequence, 1))
     assert sum(map(len, drafts[-100:])) < 10
 
 
@@ -208,43 +228,101 @@ def test_accuracy_follows_recent_guesses() -> None:
     assert accuracy.estimate(2) == before
 
 
-def test_step_costs_are_fitted() -> None:
+def measure_costs(costs: StepCosts, num_sequences: int, num_drafted: int, seconds: float, num_steps: int = 20) -> None:
+    for _ in range(num_steps):
+        costs.record(num_sequences, num_drafted, seconds)
+
+
+def test_step_sizes() -> None:
+    assert [*step_sizes(0, 20)] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20]
+    assert [*step_sizes(64, 190)] == [80, 96, 112, 128, 160, 190]
+    assert [*step_sizes(9, 9)] == []
+    assert all(round_size(size) == size for size in step_sizes(0, 256))
+
+
+def test_assumed_step_costs() -> None:
+    plain_s, sizes = StepCosts(prior_ratio=8.0).estimate(2, 3)
+    assert plain_s == 10.0
+    assert sizes == [(3, pytest.approx((10.0 * 1.1 + 1.0) * 1.05))]
+
+
+def test_step_costs_are_interpolated() -> None:
     costs = StepCosts()
-    assert costs.in_draft_tokens(1) == pytest.approx((PRIOR_RATIO + 1, 0.1 * (PRIOR_RATIO + 1)))
-    for _ in range(200):
-        for num_sequences in (1, 8):
-            costs.record(num_sequences, 0, 0.02 + 0.002 * num_sequences)
-            for num_drafted in (2, 10):
-                costs.record(num_sequences, num_drafted, 0.025 + 0.002 * num_sequences + 0.001 * num_drafted)
-    assert costs.estimate_plain(4) == pytest.approx(0.028, rel=0.1)
-    assert costs.estimate_drafts(4) == pytest.approx((0.005, 0.001), rel=0.2)
-    assert costs.in_draft_tokens(4) == pytest.approx((7, 1.25), rel=0.2)
-    costs.record(4, 0, 100.0)  # one slow step
-    assert costs.estimate_plain(4) < 0.04
+    measure_costs(costs, 1, 0, 0.010)
+    measure_costs(costs, 8, 0, 0.017)
+    measure_costs(costs, 4, 4, 0.020)
+    measure_costs(costs, 4, 12, 0.036)
+    plain_s, sizes = costs.estimate(4, 20)
+    estimates = dict(sizes)
+    assert plain_s == pytest.approx(0.013)
+    assert estimates[8] == pytest.approx(0.020)
+    assert estimates[12] == pytest.approx(0.028, rel=0.1)
+    assert estimates[16] == pytest.approx(0.036)
+    assert estimates[20] == pytest.approx(0.044, rel=0.1)
 
 
-def test_first_step_of_each_size_is_measured_if_it_records_no_graph() -> None:
-    for records_graphs in (True, False):
-        costs = StepCosts(records_graphs=records_graphs)
-        costs.record(4, 0, 0.5)
-        assert (costs.estimate_plain(4) == pytest.approx(0.5)) == (not records_graphs)
-
-
-def test_draft_costs_are_measured_again_after_a_while() -> None:
+def test_slow_steps_do_not_change_step_costs() -> None:
+    """The first steps of each size are slow, and a few later steps."""
     costs = StepCosts()
-    for _ in range(200):
-        costs.record(4, 0, 0.01)
-        costs.record(4, 4, 0.025)
-    before = costs.in_draft_tokens(4)
-    for _ in range(8000):
-        costs.record(4, 0, 0.01)
-    after = costs.in_draft_tokens(4)
-    assert before[1] > after[1]
+    for number in range(40):
+        factor = 10 if number < 3 or number % 7 == 0 else 1
+        costs.record(4, 0, 0.01 * factor)
+        costs.record(4, 4, 0.02 * factor)
+    plain_s, sizes = costs.estimate(4, 8)
+    assert plain_s == 0.01
+    assert dict(sizes)[8] == 0.02
+
+
+def test_step_costs_do_not_decrease_with_the_size() -> None:
+    """One of the measured times must be wrong. The drafter assumes the better case, and measures again."""
+    costs = StepCosts()
+    measure_costs(costs, 4, 0, 0.01)
+    measure_costs(costs, 4, 4, 0.03)
+    measure_costs(costs, 4, 8, 0.02)
+    assert dict(costs.estimate(4, 12)[1])[8] == 0.02
+
+
+def test_draft_costs_expire() -> None:
+    costs = StepCosts()
+    measure_costs(costs, 4, 0, 0.01)
+    measure_costs(costs, 4, 4, 0.1)
+    assert dict(costs.estimate(4, 8)[1])[8] == 0.1
+    measure_costs(costs, 4, 0, 0.01, num_steps=MAX_AGE + REFRESH_STEPS)
+    assert dict(costs.estimate(4, 8)[1])[8] < 0.02
+
+
+def test_steps_without_drafts_are_measured_regularly() -> None:
+    costs = StepCosts()
+    measure_costs(costs, 4, 0, 0.01)
+    assert not costs.must_measure_plain(4, 2.0)
+    measure_costs(costs, 4, 4, 0.01, num_steps=50)
+    assert not costs.must_measure_plain(4, 2.0)
+    assert costs.must_measure_plain(4, 1.1)
+    assert costs.must_measure_plain(64, 2.0)  # this batch size was never measured
+    measure_costs(costs, 4, 4, 0.01, num_steps=50)
+    assert costs.must_measure_plain(4, 2.0)
+
+
+def test_most_likely_tokens_of_the_batch_are_drafted() -> None:
+    """Both sequences have a long match, but the second sequence's guesses were often wrong."""
+    drafter = SpeculativeDrafter(8)
+    measured(drafter, 1.0, 0.1)
+    sure, unsure = (make_sequence([1, *TEXT, 2], [3, *TEXT[:6]], tenant=tenant) for tenant in "ab")
+    for sequence in (sure, unsure):
+        drafter.propose([sequence], 2, 1)
+    for kind in range(100):
+        for _ in range(50):
+            drafter._states[sure].history.accuracy.record(kind, is_right=True)
+            drafter._states[unsure].history.accuracy.record(kind, is_right=False)
+    drafts = drafter.propose([unsure, sure], 2, MAX_ROWS)
+    assert len(drafts[sure]) > 4
+    assert unsure not in drafts
+    assert drafter.propose([unsure, sure], 2, 3) == {sure: TEXT[6:9]}
 
 
 def test_state_of_finished_sequences_is_dropped() -> None:
     drafter, sequence = SpeculativeDrafter(8), make_sequence([1, 2], TEXT)
-    drafter.propose(sequence, 1)
+    propose(drafter, sequence, 1)
     drafter.finish(sequence)
     assert drafter.num_sequences == 0
 
@@ -252,16 +330,15 @@ def test_state_of_finished_sequences_is_dropped() -> None:
 def test_sequence_waits_only_if_a_draft_is_likely() -> None:
     """With several steps in flight, sequences without drafts do not wait for their tokens."""
     drafter, sequence = SpeculativeDrafter(8), make_sequence([1, 2], [3])
-    assert drafter.waits(sequence, 1)
-    assert drafter.propose(sequence, 1) == []
+    assert propose(drafter, sequence, 1) == []
     sequence.num_in_flight = 1
-    assert not drafter.waits(sequence, 1)
+    assert not waits(drafter, sequence, 1)
     sequence.token_ids += range(200, 230)  # no token occurs twice
-    assert not drafter.waits(sequence, 1)
+    assert not waits(drafter, sequence, 1)
     sequence.token_ids += [*TEXT, *TEXT[:20]]
-    assert drafter.waits(sequence, 1)
+    assert any(waits(drafter, sequence, 1) for _ in range(MAX_RETRY_STEPS))
     sequence.num_in_flight = 0
-    draft = drafter.propose(sequence, 1)
+    draft = propose(drafter, sequence, 1)
     assert draft == TEXT[20 : 20 + len(draft)]
     assert draft
 
@@ -269,25 +346,24 @@ def test_sequence_waits_only_if_a_draft_is_likely() -> None:
 def test_guesses_of_waiting_sequences_are_checked() -> None:
     """Guesses are checked even if no draft is used, so that accuracy follows a change of the text."""
     drafter, sequence = SpeculativeDrafter(8), make_sequence([1, 2], [*TEXT, 3, *TEXT[:10]])
-    assert drafter.propose(sequence, 1)
+    assert propose(drafter, sequence, 1)
     sequence.num_in_flight, known = 1, len(sequence.token_ids)
     for number in range(400):
         sequence.token_ids.append(TEXT[number % 7] if number % 2 else 1000 + number)
-        drafter.waits(sequence, 1)
-    waits = 0
+        waits(drafter, sequence, 1)
+    num_waits = 0
     for number in range(200):
         sequence.token_ids.append(TEXT[number % 7] if number % 2 else 2000 + number)
-        waits += drafter.waits(sequence, 1)
+        num_waits += waits(drafter, sequence, 1)
     assert len(sequence.token_ids) == known + 600
-    assert waits < 10
+    assert num_waits < 10
 
 
 def test_no_sequence_waits_while_the_batch_is_too_large() -> None:
-    drafter, sequence = SpeculativeDrafter(8, max_batch_size=4), make_sequence([1, 2], TEXT)
-    drafter.record_step(5, 0, 0.01)
-    assert not drafter.waits(sequence, 5)
-    drafter.record_step(4, 0, 0.01)
-    assert drafter.waits(sequence, 4)
+    drafter, sequence = SpeculativeDrafter(8, max_batch_size=1), make_sequence([1, 2], [*TEXT, *TEXT[:20]])
+    sequence.num_in_flight = 1
+    assert not any(waits(drafter, sequence, 2) for _ in range(MAX_RETRY_STEPS))
+    assert any(waits(drafter, sequence, 1) for _ in range(MAX_RETRY_STEPS))
 
 
 @pytest.mark.parametrize(("prior_ratio", "drafts"), [(PRIOR_RATIO, False), (GPU_PRIOR_RATIO, True)])
@@ -296,4 +372,5 @@ def test_assumed_step_costs_depend_on_the_device(prior_ratio: float, drafts: boo
     drafter = SpeculativeDrafter(8, costs=StepCosts(prior_ratio))
     for _ in range(10):
         drafter.record_step(64, 0, 0.005)
-    assert bool(drafter.propose(make_sequence([1, *TEXT, 2], [3, *TEXT[:6]]), 64)) == drafts
+    sequences = [make_sequence([1, *TEXT, 2], [3, *TEXT[:6]]) for _ in range(64)]
+    assert bool(drafter.propose(sequences, 64, MAX_ROWS - 64)) == drafts

@@ -1,7 +1,7 @@
 """Completions are identical with and without speculation."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,14 +37,20 @@ class NoisyOracle:
         for completion in completions:
             self._known.setdefault(tuple(completion.prompt_ids), []).append(completion.token_ids)
 
-    def propose(self, sequence: EngineSequence, num_running: int) -> list[int]:
+    def propose(
+        self, sequences: Iterable[EngineSequence], num_running: int, max_tokens: int
+    ) -> dict[EngineSequence, list[int]]:
+        drafts = {sequence: self._draft(sequence) for sequence in sequences}
+        return {sequence: draft for sequence, draft in drafts.items() if draft}
+
+    def _draft(self, sequence: EngineSequence) -> list[int]:
         generated = sequence.token_ids[len(sequence.request.prompt_ids) :]
         known = [ids for ids in self._known[tuple(sequence.request.prompt_ids)] if ids[: len(generated)] == generated]
         assert known, "the tokens so far differ from the completion without speculation"
         draft = known[0][len(generated) :][: self._random.randint(0, 8)]
         return [token_id if self._random.random() < 0.9 else self._random.randrange(500) for token_id in draft]
 
-    def waits(self, sequence: EngineSequence, num_running: int) -> bool:
+    def waits(self, sequences: Iterable[EngineSequence], num_running: int, max_tokens: int) -> bool:
         return True
 
     def record_step(self, num_sequences: int, num_drafted: int, seconds: float) -> None: ...
