@@ -331,9 +331,11 @@ class Scheduler:
             return False
         if any(step.drafts for step in self.in_flight):
             return True
+        num_running, num_spare = len(self._running), self._count_spare_tokens()
+        if num_spare < num_running:  # large batches gain little, and planning their drafts takes long
+            return False
         waiting = [sequence for sequence in self._running if sequence.num_in_flight and sequence.request.speculation]
-        num_spare = self._count_spare_tokens()
-        return bool(waiting) and num_spare > 0 and self._drafter.waits(waiting, len(self._running), num_spare)
+        return bool(waiting) and self._drafter.waits(waiting, num_running, num_spare)
 
     def _schedule_draft(self, builder: StepBuilder, sequence: Sequence, draft: tuple[int, ...]) -> None:
         """Add a running sequence and its draft tokens to the step. If too few KV blocks are free, add only its next

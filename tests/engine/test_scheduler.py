@@ -1198,16 +1198,16 @@ class EagerDrafter(RandomDrafter):
         self.times.append((num_sequences, num_drafted, seconds))
 
 
-@pytest.mark.parametrize("num_sequences", [8, 33, 63, 64])
+@pytest.mark.parametrize("num_sequences", [8, 32, 33, 64])
 def test_number_of_sampled_tokens_is_limited(num_sequences: int) -> None:
-    """At most 64 sampled tokens fit into a step."""
+    """At most 64 sampled tokens fit into a step. If not every sequence can get a draft token, there are no drafts."""
     engine = Engine(make_limits(256, 64, 64), 600, max_steps_in_flight=2, drafter=EagerDrafter())
     for i in range(num_sequences):
         engine.scheduler.add(make_request(i, [1 + i % 6], 30, eos=False))
     for _ in range(12):
         engine.step()
     sizes = [len(plan.slots) + len(plan.drafts.token_ids) for plan in engine.plans if plan.drafts is not None]
-    if num_sequences < 64:
+    if num_sequences <= 32:
         assert max(sizes) == 64
     else:
         assert not sizes
