@@ -243,7 +243,9 @@ def test_step_sizes() -> None:
 def test_assumed_step_costs() -> None:
     plain_s, sizes = StepCosts(prior_ratio=8.0).estimate(2, 3)
     assert plain_s == 10.0
-    assert sizes == [(3, pytest.approx((10.0 * 1.1 + 1.0) * 1.05))]
+    ((size, seconds),) = sizes
+    assert size == 3
+    assert seconds == pytest.approx((10.0 * 1.1 + 1.0) * 1.05)
 
 
 def test_step_costs_are_interpolated() -> None:

@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -25,15 +26,15 @@ def interpolated(points: tuple[tuple[int, float], ...]) -> Callable[[int], float
     return cost
 
 
-def h200(**options: float) -> Machine:
+def h200(**options: Any) -> Machine:
     return Machine(interpolated(H200_MS), draft_overhead=0.8, **options)
 
 
-def cpu(**options: float) -> Machine:
+def cpu(**options: Any) -> Machine:
     return Machine(interpolated(CPU_TIMES), draft_overhead=0.1, **options)
 
 
-def without_fixed_costs(**options: float) -> Machine:
+def without_fixed_costs(**options: Any) -> Machine:
     return Machine(float, **options)
 
 
