@@ -121,6 +121,7 @@ class LLM:
         self._lock = threading.Lock()  # guards the fields below
         uses: dict[str, Any] = {"task": task, "pooling": pooling, "embedding_dim": embedding_dim}
         config = EngineConfig(ModelConfig(path, dtype=dtype, device=device, quantize=quantize, **uses), **settings)
+        self._has_ranks = config.tensor_parallel > 1
         self._pooling = read_pooling(config.model)  # None if the model generates text
         self._open_engine: Engine | None = build_engine(config, phases=phases)
         self.start_seconds: Mapping[str, float] = phases.seconds  # startup time by phase
@@ -354,7 +355,8 @@ class LLM:
     ) -> None:
         """Replace an adapter's weights. Requests that start after this call use the new weights.
 
-        `tensors` has the same names as `adapter_model.safetensors`, and is copied. `config` is a PEFT config or a
+        `tensors` has the same names as `adapter_model.safetensors`. Do not change the tensors until the call returns.
+        `config` is a PEFT config or a
         mapping as in `adapter_config.json`; None keeps the current config. With `running="finish"`, unfinished requests
         keep the old weights. With `running="move"`, their next step uses the new weights with the existing KV cache.
         After an error, the old weights stay in use.
@@ -369,26 +371,31 @@ class LLM:
         present, before = self._find_present(adapter_id, config)
         parsed = parse_peft_config(config, adapter_id) if before is None else before.checkpoints[0].config
         check_base_model(parsed, capabilities.model_type, capabilities.model_class, None, capabilities.task)
-        spec = make_spec(adapter_id, tensors, parsed, capabilities.max_inputs)
+        spec = make_spec(adapter_id, tensors, parsed, capabilities.max_inputs, self._has_ranks)
         try:
             with self._lock_engine():
                 self._engine.register(spec)
                 is_pinned = any(each.is_pinned for each in self._engine.list_adapters([present.identity]))
                 loading = self._engine.load(spec.identity, is_pinned)
-            is_switched = False
-            while not is_switched:
+            has_switched = False
+            while not has_switched:
                 self._engine.wait()
                 with self._lock_engine():
                     if not loading.done():
                         self._run_step()
-                    if is_switched := loading.done():  # switch before the next step
+                    if loading.done():  # switch before the next step
                         loading.result()
                         self._switch(adapter_id, spec, present, running)
+                        has_switched = True
         except BaseException:
             with self._lock_engine():
-                self._engine.unload(spec.identity)
+                update = self._updates.get(adapter_id)
+                if update is None or update.spec is not spec:  # otherwise, interrupted after the switch
+                    self._engine.unload(spec.identity)
             raise
-        release_tensors(spec)
+        finally:
+            if not self._has_ranks:
+                release_tensors(spec)
 
     def _find_present(self, adapter_id: str, config: Any) -> tuple[ResolvedAdapter, AdapterSpec | None]:
         """Return the current version of an adapter, and its spec. The spec is None if the update has a config."""

@@ -47,14 +47,19 @@ def set_gil_switch_interval() -> None:
 
 @contextmanager
 def short_gil_switch_interval() -> Iterator[None]:
-    """Reduce the time that threads wait for the GIL while the context is active."""
+    """Reduce the time that threads wait for the GIL while the context is active.
+
+    If contexts of several threads overlap, the first context restores the interval.
+    """
     interval = sys.getswitchinterval()
-    if is_enabled():
-        sys.setswitchinterval(min(interval, GIL_SWITCH_INTERVAL_S))
+    is_long = is_enabled() and interval > 2 * GIL_SWITCH_INTERVAL_S  # the interval is rounded
+    if is_long:
+        sys.setswitchinterval(GIL_SWITCH_INTERVAL_S)
     try:
         yield
     finally:
-        sys.setswitchinterval(interval)
+        if is_long:
+            sys.setswitchinterval(interval)
 
 
 def freeze_gc() -> None:

@@ -1,7 +1,10 @@
 """`LLM.update_adapter`: new weights take effect between two steps, and no request ever gets tokens of other weights."""
 
 import copy
+import os
+import pickle
 import random
+import signal
 import threading
 import time
 import weakref
@@ -14,7 +17,7 @@ import torch
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 
-from lorax_server.adapters.in_memory import copy_to_host
+from lorax_server.adapters.in_memory import copy_to_host, make_spec, parse_peft_config
 from lorax_server.errors import AdapterError, AdapterNotFoundError, InputError
 from lorax_server.llm import LLM
 from lorax_server.types import StopParams
@@ -75,6 +78,17 @@ def test_tensors_are_copied_with_one_transfer_per_dtype() -> None:
     assert all(torch.equal(copies[key], tensor) for key, tensor in tensors.items())
     assert copies["a"].data_ptr() != tensors["a"].data_ptr()
     assert copies["a"].untyped_storage().data_ptr() == copies["c"].untyped_storage().data_ptr()
+
+
+def test_copied_tensors_are_pickled_without_other_memory() -> None:
+    """Each rank of a tensor parallel group gets a pickled copy."""
+    config = parse_peft_config(LoraConfig(r=2, target_modules=["q_proj"]), "a")
+    name = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
+    memory = torch.randn(100, 2, 512)
+    tensors = {name.format(i, "A"): memory[i] for i in range(50)} | {
+        name.format(i, "B"): memory[50 + i].view(512, 2) for i in range(50)
+    }
+    assert len(pickle.dumps(make_spec("a", tensors, config, 512))) < 2 * memory.nbytes
 
 
 def generate(llm: LLM, adapter: str = "poet") -> list[int]:
@@ -193,6 +207,26 @@ def test_old_tensors_are_released(versions: Versions, llm: LLM) -> None:
     generate(llm)
     assert old() is None
     assert llm.status.adapters_on_device == 1
+
+
+def test_interrupt_after_the_switch_keeps_new_weights(
+    versions: Versions, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm.load_adapter("poet", pin=True)
+    switch, tensors = llm._switch, {name: tensor.clone() for name, tensor in versions.tensors[1].items()}
+
+    def interrupt(*args: Any) -> None:
+        switch(*args)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(llm, "_switch", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        llm.update_adapter("poet", tensors)
+    for tensor in tensors.values():
+        tensor.fill_(7.0)
+    (state,) = llm._engine.list_adapters([llm._updates["poet"].spec.identity])
+    assert state.is_pinned
+    assert generate(llm) == versions.expected[1]
 
 
 def test_pin_moves_to_new_weights(versions: Versions, llm: LLM) -> None:

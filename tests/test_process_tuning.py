@@ -148,3 +148,13 @@ def test_switch_interval_is_restored(value: str, monkeypatch: pytest.MonkeyPatch
     with short_gil_switch_interval():
         assert sys.getswitchinterval() == pytest.approx(GIL_SWITCH_INTERVAL_S if value == "1" else before)
     assert sys.getswitchinterval() == pytest.approx(before)
+
+
+def test_overlapping_contexts_restore_the_switch_interval() -> None:
+    before = sys.getswitchinterval()
+    first, second = short_gil_switch_interval(), short_gil_switch_interval()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert sys.getswitchinterval() == pytest.approx(before)

@@ -14,6 +14,8 @@ from lorax_server.adapters.spec import AdapterCheckpoint, AdapterSpec, InMemoryW
 from lorax_server.adapters.tensor_reader import describe_tensors
 from lorax_server.errors import AdapterError
 
+TRANSFER_BYTES = 64 * 2**20  # from a GPU at a time, because a transfer needs temporary memory on the GPU
+
 
 def parse_peft_config(config: Any, name: str) -> AdapterConfig:
     """Return the parsed config. `config` is a PEFT config, or a mapping as in `adapter_config.json`."""
@@ -24,16 +26,20 @@ def parse_peft_config(config: Any, name: str) -> AdapterConfig:
         raise AdapterError(f"adapter {name!r}: config cannot be read: {error}") from error
 
 
-def make_spec(name: str, tensors: Mapping[str, torch.Tensor], config: AdapterConfig, max_inputs: int) -> AdapterSpec:
+def make_spec(
+    name: str, tensors: Mapping[str, torch.Tensor], config: AdapterConfig, max_inputs: int, copies: bool = True
+) -> AdapterSpec:
     """Return a spec with a new identity for an adapter's tensors. The tensors are not hashed.
 
-    Tensors on the CPU are not copied. Call `release_tensors` before the caller can change them.
+    Without `copies`, tensors on the CPU are not copied. Call `release_tensors` before the caller can change them.
     """
     if not tensors:
         raise AdapterError(f"adapter {name!r}: `tensors` is empty")
     given = {key: torch.as_tensor(each).detach().contiguous() for key, each in tensors.items()}
     on_gpu = {key: each for key, each in given.items() if not each.is_cpu}
     given |= copy_to_host(on_gpu)
+    if copies:  # separate tensors, because a view is pickled with all the memory that it refers to
+        given = {key: each.clone() for key, each in given.items()}
     num_elements = count_elements(config, describe_tensors(given, name), max_inputs)
     identity = uuid.uuid4().hex
     checkpoint = AdapterCheckpoint(Path(), config, (), identity, in_memory=InMemoryWeights(given))
@@ -41,18 +47,19 @@ def make_spec(name: str, tensors: Mapping[str, torch.Tensor], config: AdapterCon
 
 
 def release_tensors(spec: AdapterSpec) -> None:
-    """Stop using the tensors that were passed to `make_spec`. Copy them if they have not been packed."""
+    """Stop using tensors that `make_spec` did not copy. They must have been packed, or the spec must be unloaded."""
     for part in spec.checkpoints:
-        if (weights := part.in_memory) is not None:
-            copies = {} if weights.packed is not None else {key: each.clone() for key, each in weights.tensors.items()}
-            weights.tensors = copies
+        if part.in_memory is not None:
+            part.in_memory.tensors = {}
 
 
 def copy_to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copy contiguous tensors to the CPU, with one transfer for all tensors with the same device and dtype."""
-    groups: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+    """Copy contiguous tensors to the CPU. Tensors with the same device and dtype share large transfers."""
+    groups: dict[tuple[torch.device, torch.dtype, int], list[str]] = {}
+    num_bytes = 0
     for key, each in tensors.items():
-        groups.setdefault((each.device, each.dtype), []).append(key)
+        num_bytes += each.nbytes
+        groups.setdefault((each.device, each.dtype, num_bytes // TRANSFER_BYTES), []).append(key)
     copies: dict[str, torch.Tensor] = {}
     for keys in groups.values():
         sizes = [tensors[key].numel() for key in keys]

@@ -262,7 +262,7 @@ class Scheduler:
         Steps without drafts overlap if several steps may be in flight. The first of these steps after a step with
         drafts does not overlap, so it is not recorded. Before a sequence's first token, the engine may have been idle.
         """
-        is_typical = done.drafts or not idle_s or self.limits.max_steps_in_flight == 1
+        is_typical = bool(done.drafts) or not idle_s or self.limits.max_steps_in_flight == 1
         if is_typical and all(each is not None and each.num_generated > 0 for each in done.sampled):
             num_sequences = len(done.sampled)
             drafter.record_step(num_sequences, done.num_tokens - num_sequences, seconds + idle_s)

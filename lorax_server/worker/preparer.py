@@ -141,17 +141,16 @@ class Preparer:
     def _pack_tensors(
         self, spec: AdapterSpec, tensors: Mapping[str, torch.Tensor], pause: Callable[[], object]
     ) -> HostAdapter:
-        adapter, layout = None, self._layouts.get(spec.name)
+        adapter, layout = None, self._layouts.pop(spec.name, None)
         if layout is None or not layout.fits(spec.checkpoints[0].config, tensors):
             adapter = self._read(spec)
             assert isinstance(adapter, StoredAdapter)
             layout = LoraLayout.find(adapter, tensors, self._targets, self._dtype, self._after_kv)
-            self._layouts.pop(spec.name, None)
         host = None
         if layout is not None:
             self._layouts[spec.name] = layout
             if len(self._layouts) > MAX_LAYOUTS:
-                del self._layouts[next(iter(self._layouts))]
+                del self._layouts[next(iter(self._layouts))]  # the least recently used layout
             pause()
             is_parallel = self._stream is not None  # on a CPU, other threads would delay steps
             host = layout.pack(tensors, self._memory, pause, is_parallel)

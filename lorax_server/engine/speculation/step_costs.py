@@ -14,7 +14,9 @@ RECENT_STEPS = 7  # of each size, whose median is used
 REFRESH_STEPS = 8  # steps until estimates are computed again, or fewer if a size was measured for the first time
 MAX_AGE = 1500  # steps until unused measurements with drafts expire, so that drafts are tried again
 MIN_PLAIN_INTERVAL = 4  # steps with drafts between two steps without drafts
-MAX_MEASURING_LOSS = 0.005  # share of the speed that may be lost by measuring a step without drafts
+# Share of the speed that may be lost by measuring a step without drafts. If two steps are in flight, three steps
+# without drafts run instead of one, and the loss is up to three times as large.
+MAX_MEASURING_LOSS = 0.005
 
 
 def round_size(num_tokens: int) -> int:

@@ -85,7 +85,7 @@ def find_quantized_setting(
 ) -> QuantizedLaunchSetting:
     """Return settings for a quantized layer, by rules that were measured on an H200."""
     num_tiles = -(-outputs // COLUMNS)
-    uses_wgmma = height >= WGMMA_HEIGHT and packed.shift != "offsets"
+    uses_wgmma = height >= WGMMA_HEIGHT and packed.can_use_wgmma
     shapes = [(2, 2), (1, 2), (1, 1)]  # tiles and blocks per SM, in the order of preference
     if height > 2 * WGMMA_HEIGHT:
         shapes = shapes[2:]

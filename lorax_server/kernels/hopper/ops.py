@@ -143,8 +143,7 @@ class HopperOps(TritonOps):
         matrix = weights.weight
         if fused is None or not isinstance(matrix, PackedMatrix):
             return super().multiply_base(x, weights)
-        uses_wgmma = matrix.format.shift != "offsets"
-        if not 0 < len(x) <= (MAX_QUANTIZED_ROWS if uses_wgmma else MAX_FUSED_LORA_ROWS):
+        if not 0 < len(x) <= (MAX_QUANTIZED_ROWS if matrix.format.can_use_wgmma else MAX_FUSED_LORA_ROWS):
             return super().multiply_base(x, weights)
         return fused.quantized_linear(x.contiguous(), weights, None, ())
 

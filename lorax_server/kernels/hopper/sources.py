@@ -119,6 +119,10 @@ class PackedFormat:
     def table_bytes(self) -> int:
         return TABLE_BYTES if self.kind == "levels4" else 0
 
+    @property
+    def can_use_wgmma(self) -> bool:
+        return self.shift != "offsets"
+
     def write_types(self, dtype: torch.dtype) -> str:
         """Return the template arguments that describe this format."""
         number, floats = CUDA_TYPES[dtype], "true" if self.has_float_scales else "false"

@@ -88,6 +88,9 @@ def test_quantized_settings_are_valid(height: int, packed: PackedFormat) -> None
                 setting = find_quantized_setting(packed, inputs, outputs, height, num_sms)
                 variant = QuantizedVariant(BF16, packed, height, *setting[:4], True)
                 assert setting.stages >= 3
+                if setting.uses_wgmma:  # WGMMA blocks must have at least one step
+                    steps = -(-inputs // 128)
+                    assert -(-steps // setting.cluster) * (setting.cluster - 1) < steps
                 assert variant.shared_bytes <= MAX_SHARED_BYTES
                 assert variant.ring_bytes >= height * (variant.columns + 4) * 4  # the sums fit
                 assert setting.lora_blocks % setting.cluster == 0
