@@ -22,7 +22,8 @@ MIN_STEPS = 4  # of 128 inputs per block
 MIN_STAGES, MAX_STAGES = 3, 24
 # By height. Other heights use three quarters of the SMs.
 LORA_BLOCKS = {8: 132, 16: 96, 32: 132, 64: 96}
-LARGE_LORA_BLOCKS = {8: 132, 16: 96, 32: 96, 64: 200}
+LARGE_LORA_BLOCKS = {8: 132, 16: 132, 32: 96, 64: 200}
+LATE_HEIGHTS = (8, 32)  # at which small layers with LoRA start late
 MAX_SHORT_STEPS = 8  # per SM, of short products
 
 
@@ -109,7 +110,7 @@ def find_quantized_setting(
     lora_blocks = min(lora_blocks, num_sms * blocks_per_sm) // cluster * cluster
     is_short = num_tiles * steps <= MAX_SHORT_STEPS * num_sms
     early = 1 if is_short and height == HEIGHTS[0] else 3
-    early_with_lora = 3 if is_large or height > WGMMA_HEIGHT else 1 if is_short else 2
+    early_with_lora = 3 if is_large or height not in LATE_HEIGHTS else 1 if is_short else 2
     return QuantizedLaunchSetting(uses_wgmma, tiles, stages, cluster, lora_blocks, early_with_lora, early)
 
 
