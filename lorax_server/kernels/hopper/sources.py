@@ -74,24 +74,8 @@ class LinearVariant:
 
     @property
     def source(self) -> str:
-        lora = "true" if self.with_lora else "false"
-        number = CUDA_TYPES[self.dtype]
-        product = f"DenseProduct<{number}, {self.height}, {self.stages}>"
-        return "\n".join(
-            (
-                read_source("primitives.cu"),
-                read_source("lora.cu"),
-                _write_wgmma(self.height),
-                read_source("dense_product.cu"),
-                read_source("linear.cu"),
-                assert_layout(LinearArgs),
-                f'extern "C" __global__ void __cluster_dims__({self.cluster}) '
-                f"__launch_bounds__(THREADS, {self.blocks_per_sm}) linear_kernel(const __grid_constant__ TensorMap w, "
-                "const __grid_constant__ TensorMap x, const __grid_constant__ LinearArgs p) {",
-                f"  linear<{number}, {product}, {self.cluster}, {lora}>(&w, &x, p);",
-                "}",
-            )
-        )
+        product = f"DenseProduct<{CUDA_TYPES[self.dtype]}, {self.height}, {self.stages}>"
+        return _write_linear(self, product, "dense_product.cu", "linear_kernel", "TensorMap")
 
 
 @dataclass(frozen=True)
@@ -163,28 +147,12 @@ class QuantizedVariant:
 
     @property
     def source(self) -> str:
-        lora = "true" if self.with_lora else "false"
         types = self.format.write_types(self.dtype)
         if self.uses_wgmma:
             product = f"WideQuantizedProduct<{types}, {self.height}, {self.stages}>"
         else:
             product = f"QuantizedProduct<{types}, {self.height}, {self.tiles}, {self.stages}>"
-        return "\n".join(
-            (
-                read_source("primitives.cu"),
-                read_source("lora.cu"),
-                _write_wgmma(self.height),
-                read_source("quantized_product.cu"),
-                read_source("linear.cu"),
-                assert_layout(LinearArgs),
-                assert_layout(QuantizedWeights),
-                f'extern "C" __global__ void __cluster_dims__({self.cluster}) '
-                f"__launch_bounds__(THREADS, {self.blocks_per_sm}) quantized_linear_kernel(const __grid_constant__ "
-                "QuantizedWeights w, const __grid_constant__ TensorMap x, const __grid_constant__ LinearArgs p) {",
-                f"  linear<{CUDA_TYPES[self.dtype]}, {product}, {self.cluster}, {lora}>(&w, &x, p);",
-                "}",
-            )
-        )
+        return _write_linear(self, product, "quantized_product.cu", "quantized_linear_kernel", "QuantizedWeights")
 
 
 @dataclass(frozen=True)
@@ -299,6 +267,30 @@ def find_kernel(source: str) -> str:
 def read_source(name: str) -> str:
     text = (files("lorax_server.kernels.hopper") / name).read_text()
     return f"{write_constants()}\n{text}" if name == "primitives.cu" else text
+
+
+def _write_linear(variant: LinearVariant | QuantizedVariant, product: str, file: str, kernel: str, weights: str) -> str:
+    """Return the CUDA source of a linear layer. `product` is the product class in `file`, and `weights` its type of
+    weights.
+    """
+    lora = "true" if variant.with_lora else "false"
+    bounds = f"__cluster_dims__({variant.cluster}) __launch_bounds__(THREADS, {variant.blocks_per_sm})"
+    call = f"linear<{CUDA_TYPES[variant.dtype]}, {product}, {variant.cluster}, {lora}>(&w, &x, p);"
+    return "\n".join(
+        (
+            read_source("primitives.cu"),
+            read_source("lora.cu"),
+            _write_wgmma(variant.height),
+            read_source(file),
+            read_source("linear.cu"),
+            assert_layout(LinearArgs),
+            assert_layout(QuantizedWeights) if weights == "QuantizedWeights" else "",
+            f'extern "C" __global__ void {bounds} {kernel}(const __grid_constant__ {weights} w, '
+            "const __grid_constant__ TensorMap x, const __grid_constant__ LinearArgs p) {",
+            f"  {call}",
+            "}",
+        )
+    )
 
 
 def _write_wgmma(height: int) -> str:
