@@ -398,7 +398,7 @@ class LLM:
                 release_tensors(spec)
 
     def _find_present(self, adapter_id: str, config: Any) -> tuple[ResolvedAdapter, AdapterSpec | None]:
-        """Return the current version of an adapter, and its spec. The spec is None if the update has a config."""
+        """Return the current version of an adapter, and its spec, or None if `config` is given, which replaces it."""
         if config is None and (update := self._updates.get(adapter_id)) is not None:
             return update.resolved, update.spec
         try:

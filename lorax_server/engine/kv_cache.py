@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from lorax_server.engine.block_pool import BlockPool
 from lorax_server.engine.sequence import Sequence
 
-# A sequence waits until another has computed their shared prefix, if it has at least this many tokens.
+# If two prompts begin with at least this many equal tokens, the second waits until the first has computed them.
 MIN_SHARED_TOKENS = 64
 
 

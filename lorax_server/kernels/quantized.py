@@ -1,4 +1,4 @@
-"""Quantized weight matrices. There is one class per format, and its `read` method specifies the values.
+"""Quantized weight matrices. Each format has a class. Its `read` method returns the exact weights, for reference.
 
 Layers treat these matrices like tensors: they slice, shard and concatenate them, and `Ops.make_linear` chooses the
 layout for the kernels.
@@ -218,7 +218,7 @@ def float8_levels(device: torch.device, dtype: torch.dtype = torch.float8_e4m3fn
 
 
 def is_same_table(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
-    """Return True if two tables of levels are bitwise equal, or if there are none."""
+    """Return True if two tables of levels are bitwise equal, or if both are None."""
     if first is None or second is None or first is second:
         return first is second
     return torch.equal(first.view(torch.int32), second.view(torch.int32))

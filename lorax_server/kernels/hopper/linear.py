@@ -202,34 +202,24 @@ class FusedLinear:
         setting: QuantizedLaunchSetting | None = None,
     ) -> torch.Tensor:
         """Return a quantized layer's output with adapters applied, for up to 128 rows. Without adapters, there can be
-        more rows.
+        more rows, which the kernel multiplies in groups of 128.
         """
-        out = torch.empty(len(x), weights.shape[0], dtype=self.dtype, device=self.device)
         assert lora is None or len(x) <= HEIGHTS[-1]
-        for x_part, out_part in zip(x.split(HEIGHTS[-1]), out.split(HEIGHTS[-1]), strict=True):
-            self._multiply_quantized(out_part, x_part, weights, lora, targets, setting)
-        return out
-
-    def _multiply_quantized(
-        self,
-        out: torch.Tensor,
-        x: torch.Tensor,
-        weights: LinearWeights,
-        lora: LoraBatch | None,
-        targets: Sequence[LoraTarget],
-        setting: QuantizedLaunchSetting | None,
-    ) -> None:
         matrix = weights.weight
         assert isinstance(matrix, PackedMatrix)
-        (outputs, inputs), height = weights.shape, find_height(len(x))
-        setting = setting or find_quantized_setting(matrix.format, inputs, outputs, height, self.num_sms)
-        variant = self._quantized_variant(matrix.format, height, setting, lora is not None)
-        args = self._make_fused_args(out, x, weights, lora, targets, variant.ring_bytes)
-        args.lora_blocks = setting.lora_blocks
-        args.early = setting.early if lora is None else setting.early_with_lora
-        args.steps = math.ceil(math.ceil(inputs / STEP_INPUTS) / setting.cluster)
-        blocks = -(-outputs // variant.columns) * setting.cluster
-        self._launch(variant, blocks, matrix.argument, slabs_map(x, height), args)
+        outputs, inputs = weights.shape
+        out = torch.empty(len(x), outputs, dtype=self.dtype, device=self.device)
+        for x_part, out_part in zip(x.split(HEIGHTS[-1]), out.split(HEIGHTS[-1]), strict=True):
+            height = find_height(len(x_part))
+            used = setting or find_quantized_setting(matrix.format, inputs, outputs, height, self.num_sms)
+            variant = self._quantized_variant(matrix.format, height, used, lora is not None)
+            args = self._make_fused_args(out_part, x_part, weights, lora, targets, variant.ring_bytes)
+            args.lora_blocks = used.lora_blocks
+            args.early = used.early if lora is None else used.early_with_lora
+            args.steps = math.ceil(math.ceil(inputs / STEP_INPUTS) / used.cluster)
+            blocks = -(-outputs // variant.columns) * used.cluster
+            self._launch(variant, blocks, matrix.argument, slabs_map(x_part, height), args)
+        return out
 
     def _make_fused_args(
         self,
