@@ -9,6 +9,7 @@ import pytest
 
 from lorax_server import build
 from lorax_server.engine.sequence import Sequence as EngineSequence
+from lorax_server.engine.speculation.drafter import SpeculativeDrafter
 from lorax_server.generation.generation import Completion
 from lorax_server.llm import LLM
 from lorax_server.types import EngineStatus, SamplingParams, StopParams
@@ -128,6 +129,14 @@ def test_mixed_requests_in_padded_graphs(monkeypatch: pytest.MonkeyPatch) -> Non
     check_requests(12, 8, monkeypatch)
 
 
+@pytest.fixture
+def equal_step_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Report the same time for every step to the real drafter, because step times vary on a busy machine."""
+    record = SpeculativeDrafter.record_step
+    monkeypatch.setattr(SpeculativeDrafter, "record_step", lambda self, *sizes: record(self, *sizes[:2], 1.0))
+
+
+@pytest.mark.usefixtures("equal_step_times")
 def test_demo_adapters_with_the_real_drafter() -> None:
     """Each request is sent twice, greedy and with a seed."""
     stop, params = StopParams(max_new_tokens=24), (SamplingParams(), SamplingParams(do_sample=True, seed=3))
@@ -138,6 +147,7 @@ def test_demo_adapters_with_the_real_drafter() -> None:
     check_equal(actual, expected, requests)
 
 
+@pytest.mark.usefixtures("equal_step_times")
 def test_repeated_request_takes_fewer_steps() -> None:
     """The second time, the drafts are the first completion."""
     prompt, stop = make_prompt(make_requests(1, 4)[0].prompt), StopParams(max_new_tokens=40, ignore_eos=True)
@@ -148,4 +158,4 @@ def test_repeated_request_takes_fewer_steps() -> None:
             llm.generate(prompt, SamplingParams(), stop, adapter="json")
             steps.append(llm.status.steps - before)
         assert llm.status.accepted_tokens > 0
-    assert steps[-1] < 40
+    assert steps[-1] < 15
