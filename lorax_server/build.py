@@ -23,6 +23,7 @@ from lorax_server.engine.speculation.drafter import SpeculativeDrafter
 from lorax_server.engine.speculation.step_costs import GPU_PRIOR_RATIO, PRIOR_RATIO, StepCosts
 from lorax_server.errors import EngineError, SourceError
 from lorax_server.phases import Phases
+from lorax_server.plan import Capabilities
 from lorax_server.structured_output.manager import StructuredOutput
 from lorax_server.structured_output.vocabulary import Vocabulary
 from lorax_server.text.tokenizer import load_tokenizer
@@ -81,7 +82,7 @@ def assemble_engine(
         max_wait_s=config.max_wait_s,
         adapter_timeout_s=config.adapter_timeout_s,
     )
-    scheduler = Scheduler(limits, pool, table, config.tenant_weights, drafter=build_drafter(config))
+    scheduler = Scheduler(limits, pool, table, config.tenant_weights, drafter=build_drafter(config, capabilities))
     finder = AdapterFinder(
         AdapterSources(
             build_sources(config.sources, config.adapter_timeout_s) if sources is None else sources,
@@ -100,12 +101,13 @@ def assemble_engine(
     return Engine(executor, scheduler, pool, table, resolver, structured_output)
 
 
-def build_drafter(config: EngineConfig) -> SpeculativeDrafter | None:
+def build_drafter(config: EngineConfig, capabilities: Capabilities) -> SpeculativeDrafter | None:
     """Return the drafter for speculative decoding, or None if speculation is disabled."""
-    if not config.speculative_tokens:
+    max_tokens = config.speculative_tokens or capabilities.num_draft_heads
+    if not max_tokens:
         return None
     costs = StepCosts(PRIOR_RATIO if config.model.device == "cpu" else GPU_PRIOR_RATIO)
-    return SpeculativeDrafter(config.speculative_tokens, config.speculation_max_batch_size, costs=costs)
+    return SpeculativeDrafter(max_tokens, config.speculation_max_batch_size, costs=costs)
 
 
 def build_vocabulary(model: Path) -> Vocabulary:

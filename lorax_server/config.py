@@ -187,11 +187,16 @@ class EngineConfig(Settings):
     speculative_tokens: int = setting(
         0,
         "maximum draft tokens per sequence and step, guessed from the prompt and from earlier completions of the same "
-        "adapter and tenant, for example 8; 0 disables speculation",
+        "adapter and tenant, for example 8; 0 disables speculation without draft heads",
         at_least=0,
     )
     speculation_max_batch_size: int | None = setting(
         None, "no draft tokens while more sequences are running", none="follows from measured step times"
+    )
+    draft_heads: Path | None = setting(
+        None,
+        "folder with Medusa heads of the base model (config.json and medusa_lm_head.safetensors); enables speculation, "
+        "by default with one draft token per head",
     )
     max_length: int | None = setting(
         None,

@@ -115,6 +115,7 @@ class StepPlan:
     adapter_ops: tuple[AdapterOp, ...] = ()  # executed before the step, in this order
     is_masked: bool = False  # sampling waits for `StepMasks`
     drafts: Drafts | None = None
+    runs_draft_heads: bool = False  # the result contains `head_guesses`
 
     @property
     def num_tokens(self) -> int:
@@ -151,6 +152,8 @@ class StepResult:
     """One list per sequence with `scores_prompt`: log probabilities of the prompt token after each computed token."""
     prompt_alternatives: Mapping[int, list[Alternatives]] = field(default_factory=dict)
     """Maps indices in `prompt_logprobs` to one entry per log probability, for sequences that request alternatives."""
+    head_guesses: list[list[int]] = field(default_factory=list)
+    """By index in `token_ids`, the tokens that the draft heads guess after this sampled token."""
     loaded: list[int] = field(default_factory=list)  # adapter indices whose load has finished
     expert_imbalance: float | None = None  # see `ExpertBalance`; None if it was not measured in this step
     pooled: Sequence[Pooled] = ()  # one result for each sequence with `samples`, if the model does not generate text
@@ -199,4 +202,5 @@ class Capabilities:
     weight_format: str = ""  # how the weights are stored, such as bfloat16 or Q4_K; empty if unknown
     weight_bytes: int = 0
     rope: RopeRule = field(default_factory=RopeRule)
+    num_draft_heads: int = 0
     task: str = "generate"

@@ -31,6 +31,9 @@ class Drafter(Protocol):
     ) -> Mapping[Sequence, Iterable[int]]:
         """Return draft tokens for the positions after the sequences' last tokens, at most `max_tokens` in total."""
 
+    def can_draft(self, num_running: int) -> bool:
+        """Return True if steps with this number of sequences may have draft tokens."""
+
     def waits(self, sequences: Iterable[Sequence], num_running: int, max_tokens: int) -> bool:
         """Return True if the next step should wait for the tokens in flight, because drafts continue known tokens."""
 
@@ -226,6 +229,9 @@ class Scheduler:
             if num_drafted:
                 self._settle_draft(sampled, len(done.drafts[number]), len(rows) - 1)
             if not sampled.is_finished:
+                if result.head_guesses:
+                    sampled.head_guesses = result.head_guesses[rows[-1]]
+                    sampled.first_head_guess = len(sampled.token_ids) + len(rows)
                 tokens = tuple(
                     [
                         SampledToken(
@@ -461,7 +467,15 @@ class Scheduler:
         self.counters.chunks += len(columns.sequences) - len(step.sampled)
         self.in_flight.append(step)
         self._cache.publish_full_blocks(columns.sequences)
-        return builder.build_plan(step.number, columns, self._adapters.submit())
+        adapter_ops, runs_draft_heads = self._adapters.submit(), self._must_run_draft_heads()
+        return builder.build_plan(step.number, columns, adapter_ops, runs_draft_heads=runs_draft_heads)
+
+    def _must_run_draft_heads(self) -> bool:
+        """Return True if the next step may verify tokens that draft heads guess in this step."""
+        num_running = len(self._running)
+        if self._drafter is None or not self.limits.num_draft_heads or not self._drafter.can_draft(num_running):
+            return False
+        return self._count_spare_tokens() >= num_running
 
     # --- Starting and stopping ----------------------------------------------------------------------------------------
 

@@ -21,6 +21,8 @@ class Sequence:
     arrival: int
     token_ids: list[int] = field(init=False)
     num_in_flight: int = 0  # steps in flight that sample for this sequence; their tokens are not known yet
+    head_guesses: Seq[int] = ()  # tokens that the draft heads guessed
+    first_head_guess: int = 0  # position of the first of these tokens
     num_drafts: int = 0  # draft tokens in flight; until their step is done, no other step is scheduled
     forced_tokens: tuple[int, ...] = ()  # forced tokens that follow the token in flight
     has_forced_tokens: bool = False  # forced tokens are waiting to be computed

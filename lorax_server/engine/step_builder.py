@@ -264,7 +264,9 @@ class StepBuilder:
             drafts={index: draft for index, draft in enumerate(drafts) if draft}, first_rows=first_rows
         )
 
-    def build_plan(self, step: int, columns: BatchColumns, adapter_ops: tuple[AdapterOp, ...]) -> StepPlan:
+    def build_plan(
+        self, step: int, columns: BatchColumns, adapter_ops: tuple[AdapterOp, ...], *, runs_draft_heads: bool
+    ) -> StepPlan:
         return StepPlan(
             step,
             *columns[1:],
@@ -273,6 +275,7 @@ class StepBuilder:
             adapter_ops=adapter_ops,
             is_masked=self.has_grammars,
             drafts=self._build_drafts(columns.sequences) if self.drafts else None,
+            runs_draft_heads=runs_draft_heads,
         )
 
     def _build_drafts(self, sequences: list[Sequence]) -> Drafts:

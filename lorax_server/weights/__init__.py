@@ -6,6 +6,7 @@ from lorax_server.weights.checkpoint import (
     StoredTensor,
     Weights,
     estimate_bytes,
+    open_file,
     open_tensors,
     open_weights,
 )
@@ -18,6 +19,7 @@ __all__ = [
     "StoredTensor",
     "Weights",
     "estimate_bytes",
+    "open_file",
     "open_tensors",
     "open_weights",
 ]

@@ -380,7 +380,7 @@ def open_weights(
     tensors: Mapping[str, torch.Tensor | StoredTensor]
     reader = None
     if "safetensors" in checkpoint.name:
-        tensors = open_tensors(paths if is_index else dict.fromkeys(_open_safetensors(checkpoint).keys(), checkpoint))
+        tensors = open_tensors(paths) if is_index else open_file(checkpoint)
         reader = WeightsReader(placement["device"]) if placement["device"].type == "cuda" else None
     else:
         tensors = _load_pickles(sorted(set(paths.values())) if is_index else [checkpoint])
@@ -421,6 +421,11 @@ def _open_gguf(folder: Path) -> dict[str, GGUFTensor]:
     return {name: GGUFTensor(source) for name, source in sources.items()}
 
 
+def open_file(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors in a safetensors file. They are read lazily."""
+    return open_tensors(dict.fromkeys(_open_safetensors(path).keys(), path))
+
+
 def open_tensors(paths: Mapping[str, Path]) -> dict[str, StoredTensor]:
     """Return a map from tensor name to a lazily read tensor. `paths` maps tensor names to safetensors files."""
     files = {path: _open_safetensors(path) for path in sorted(set(paths.values()))}
@@ -455,7 +460,7 @@ def estimate_bytes(
         num_bytes = sum(path.stat().st_size for path in set(paths.values()) or {checkpoint})
         return num_bytes if quantization else num_bytes // torch.float32.itemsize * dtype.itemsize
     tensors: Mapping[str, StoredTensor | QuantizedTensor]
-    tensors = open_tensors(paths or dict.fromkeys(_open_safetensors(checkpoint).keys(), checkpoint))
+    tensors = open_tensors(paths) if paths else open_file(checkpoint)
     if quantization is not None:
         tensors = group_tensors(tensors, quantization, partial(_read_part, None))
     is_kept = quantize in ("int8", "int4") or not is_host(device)  # CPUs store the other formats in floating point

@@ -28,6 +28,7 @@ def describe_model(model: PagedCausalLM) -> Capabilities:
         model_class=(getattr(model.config, "architectures", None) or [""])[0],
         dtype=str(dtype),
         rope=_rope_rule(model),
+        num_draft_heads=0 if model.draft_heads is None else len(model.draft_heads),
     )
 
 

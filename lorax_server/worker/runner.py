@@ -63,6 +63,7 @@ class Ticket(NamedTuple):
     step: int
     sampled: SamplerOutput | None = None
     scored_prompts: ScoredPrompts | None = None
+    head_guesses: torch.Tensor | None = None  # [sampled tokens, draft heads]
     done: torch.cuda.Event | None = None
 
 
@@ -73,6 +74,7 @@ class MaskedTicket(NamedTuple):
     tokens: StepTokens
     logits: torch.Tensor
     scored_prompts: ScoredPrompts | None
+    head_guesses: torch.Tensor | None
 
 
 class PagedRunner:
@@ -126,9 +128,10 @@ class PagedRunner:
         logits = self._score(hidden, tokens.layout.last, plan, tokens) if len(tokens.layout.last) else None
         sampled = None if logits is None or plan.is_masked else self._sample(plan, tokens, logits)
         prompts = self._score_prompts(plan, tokens, hidden) if True in plan.scores_prompt.tolist() else None
+        guesses = None if logits is None or not plan.runs_draft_heads else self._run_draft_heads(hidden, tokens)
         if logits is not None and plan.is_masked:
-            return MaskedTicket(plan, tokens, logits, prompts)
-        return self._fetch(Ticket(plan.step, sampled, prompts))
+            return MaskedTicket(plan, tokens, logits, prompts, guesses)
+        return self._fetch(Ticket(plan.step, sampled, prompts, guesses))
 
     @torch.inference_mode()
     def mask(self, ticket: MaskedTicket, masks: StepMasks) -> Ticket:
@@ -137,7 +140,7 @@ class PagedRunner:
         sampled = self._sample(ticket.plan, ticket.tokens, ticket.logits, token_masks)
         if masks.forced:
             self._write_forced(ticket, masks)
-        return self._fetch(Ticket(ticket.plan.step, sampled, ticket.scored_prompts))
+        return self._fetch(Ticket(ticket.plan.step, sampled, ticket.scored_prompts, ticket.head_guesses))
 
     def _write_forced(self, ticket: MaskedTicket, masks: StepMasks) -> None:
         """Write the forced tokens to the token table, after the sampled tokens."""
@@ -158,6 +161,8 @@ class PagedRunner:
             result = StepResult(ticket.step, sampled.token_ids.tolist(), sampled.logprobs.tolist(), alternatives)
         else:
             result = StepResult(ticket.step, [], [])
+        if ticket.head_guesses is not None:
+            result = replace(result, head_guesses=ticket.head_guesses.tolist())
         if (prompts := ticket.scored_prompts) is not None:
             result = replace(result, prompt_logprobs=prompts.by_prompt(), prompt_alternatives=prompts.alternatives())
         return result
@@ -241,6 +246,13 @@ class PagedRunner:
             counts = np.ones_like(adapter_indices)
         logits: torch.Tensor = self._model.lm_head(hidden, self._make_adapter_data(adapter_indices, counts))[0]
         return logits
+
+    def _run_draft_heads(self, hidden: torch.Tensor, tokens: StepTokens) -> torch.Tensor:
+        """Return the tokens that the draft heads guess after each sampled token."""
+        assert self._model.draft_heads is not None
+        last = tokens.layout.last
+        chosen = hidden[to_device(last, self._device)] if len(last) < len(hidden) else hidden
+        return cast(torch.Tensor, self._model.draft_heads(chosen, self._model.lm_head))
 
     def _sample(
         self, plan: StepPlan, tokens: StepTokens, logits: torch.Tensor, masks: TokenMasks | None = None

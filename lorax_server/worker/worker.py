@@ -20,6 +20,7 @@ from lorax_server.kernels.device import is_host, make_stream, use_stream
 from lorax_server.layers.targets import collect_adapter_targets
 from lorax_server.models.custom_modeling.flash_llama_modeling import SparseMLP
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
+from lorax_server.models.draft_heads import load_draft_heads
 from lorax_server.models.registry import get_model, load_config
 from lorax_server.phases import Phases
 from lorax_server.plan import (
@@ -36,6 +37,7 @@ from lorax_server.plan import (
     UnloadOp,
 )
 from lorax_server.pooling import PoolingConfig, read_pooling
+from lorax_server.weights import Placement
 from lorax_server.worker.adapter_memory import AdapterMemory
 from lorax_server.worker.copier import Copier, CopyStream
 from lorax_server.worker.expert_balance import ExpertBalance
@@ -215,6 +217,8 @@ def build_worker(config: EngineConfig, group: ProcessGroup | None = None, phases
     """Load this rank's shard of the model, and return a worker with allocated memory."""
     pooling = read_pooling(config.model)
     if pooling is not None:
+        if config.draft_heads is not None:
+            raise ConfigError("draft_heads is only supported for models that generate text")
         return _build_pooled(config, pooling)
     if is_paged(config):
         group, phases = group or FakeGroup(), phases or Phases()
@@ -225,7 +229,12 @@ def build_worker(config: EngineConfig, group: ProcessGroup | None = None, phases
         logger.info("kernels: %s, %d CPU threads", ops.name, torch.get_num_threads())
         with phases.measure("weights"):
             paged = get_model(config.model, group, ops)
+            if config.draft_heads is not None:
+                placement = Placement(device=paged.device, dtype=paged.dtype, process_group=group, ops=ops)
+                paged.draft_heads = load_draft_heads(config.draft_heads, paged.lm_head, **placement)
         return build_paged_worker(paged, config, group, phases)
+    if config.draft_heads is not None:
+        raise ConfigError(f"{config.model.path}: this model type does not support draft_heads")
     from lorax_server.worker.padded_runner import build_padded_runner  # noqa: PLC0415 - imports transformers
 
     return Worker(*build_padded_runner(config))

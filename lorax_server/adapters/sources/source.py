@@ -220,8 +220,8 @@ def _reject_medusa(origin: Source, files: AdapterFiles, token: str | None) -> No
     path = origin.fetch(files, [MODEL_CONFIG_FILE], token) / MODEL_CONFIG_FILE
     if "medusa_num_heads" in read_json(path, f"adapter {files.name!r}", files.stamps.get(MODEL_CONFIG_FILE)):
         raise AdapterError(
-            f"adapter {files.name!r}: Medusa heads are not supported; omit the adapter, because speculation "
-            "(--speculative-tokens) needs no draft model"
+            f"adapter {files.name!r}: has Medusa heads but no LoRA adapter; omit the adapter, download the folder, and "
+            "start the server with --draft-heads FOLDER"
         )
 
 

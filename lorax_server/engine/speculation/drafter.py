@@ -7,10 +7,11 @@ from heapq import heapify, heappop, heapreplace
 from lorax_server.engine.sequence import Sequence
 from lorax_server.engine.speculation.completion_index import ORDERS, AdapterHistory, Histories
 from lorax_server.engine.speculation.guess import Guess
-from lorax_server.engine.speculation.prompt_lookup import PromptLookup
+from lorax_server.engine.speculation.prompt_lookup import KINDS, PromptLookup
 from lorax_server.engine.speculation.step_costs import StepCosts
 
 MIN_GAIN = 1.05  # expected speedup below which no tokens are drafted, because estimates are not exact
+HEAD_KINDS = KINDS + 8 * len(ORDERS)  # guesses of draft heads: one kind per head
 MAX_RETRY_STEPS = 16  # steps between attempts if no drafts are likely and several steps are in flight
 
 
@@ -33,7 +34,8 @@ class _SequenceState:
 
 
 class SpeculativeDrafter:
-    """Guesses tokens from the request's own text, and from earlier completions of the same adapter and tenant.
+    """Guesses tokens from the request's own text, from earlier completions of the same adapter and tenant, and from the
+    guesses of draft heads.
 
     The number of draft tokens is chosen for the whole batch, so that the expected number of tokens per second is
     maximal. It depends on the accuracy of earlier guesses of the same kind, and on measured step times. Guesses and
@@ -63,6 +65,10 @@ class SpeculativeDrafter:
     def num_sequences(self) -> int:
         """The number of sequences with state."""
         return len(self._states)
+
+    def can_draft(self, num_running: int) -> bool:
+        """Return True if steps with this number of sequences may have draft tokens."""
+        return self._max_batch_size is None or num_running <= self._max_batch_size
 
     def propose(self, sequences: Iterable[Sequence], num_running: int, max_tokens: int) -> dict[Sequence, list[int]]:
         """Return draft tokens for the positions after the sequences' last tokens, at most `max_tokens` in total."""
@@ -103,7 +109,7 @@ class SpeculativeDrafter:
 
         Tokens are added in the order of their probability. Every step size is a candidate.
         """
-        if self._max_batch_size is not None and num_running > self._max_batch_size:
+        if not self.can_draft(num_running):
             return {}
         max_tokens = min(max_tokens, num_running * self._max_tokens)
         if max_tokens <= 0 or self._costs.must_measure_plain(num_running, self._speedup):
@@ -171,9 +177,15 @@ class SpeculativeDrafter:
         state.lookup.update(token_ids)
         context = token_ids[-max(ORDERS) :]
         position, length = state.lookup.find(token_ids)
+        head = len(token_ids) - sequence.first_head_guess
         while True:
             guess = completions.guess(context)
             likely = accuracy.estimate(guess.kind) if guess is not None else 0.0
+            if head < len(sequence.head_guesses):
+                guessed = Guess(sequence.head_guesses[head], HEAD_KINDS + head)
+                if (head_likely := accuracy.estimate(guessed.kind)) > likely:
+                    guess, likely = guessed, head_likely
+                head += 1
             if position:
                 copied = state.lookup.guess(token_ids, position, length)
                 if (copied_likely := accuracy.estimate(copied.kind)) >= likely:

@@ -16,6 +16,7 @@ from lorax_server.kernels.device import allocate_zeros, is_host
 from lorax_server.layers.attention import KVCache, PagedContext, Seqlen
 from lorax_server.layers.embedding import TensorParallelEmbedding
 from lorax_server.layers.linear import MultiAdapterHead
+from lorax_server.models.draft_heads import DraftHeads
 from lorax_server.weights import Weights
 
 MIN_WARMUP_LAYERS = 2  # the first layer has no residual, so it runs different kernels than the second
@@ -63,6 +64,7 @@ class PagedCausalLM(nn.Module):
         self.shares_kv = shares_kv
         self.kv_dtype = torch.float8_e4m3fn if kv_is_quantized(config) else weights.dtype
         self.num_layers: int = config.num_hidden_layers
+        self.draft_heads: DraftHeads | None = None
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """Return a KV cache for every layer. On CPUs, memory is allocated on first use.

@@ -200,7 +200,7 @@ def test_pickle_files_are_never_opened(source: FakeSource, pickle: str) -> None:
 def test_medusa_heads_are_rejected(source: FakeSource) -> None:
     (source.folder / "config.json").write_text('{"medusa_num_heads": 3, "medusa_num_layers": 1}')
     source.sizes = {"config.json": 50, "medusa_lm_head.safetensors": 10}
-    with pytest.raises(AdapterError, match="'name': Medusa heads are not supported; omit the adapter"):
+    with pytest.raises(AdapterError, match=r"'name': has Medusa heads but no LoRA adapter.* --draft-heads"):
         front(source).fetch("fake", "name", None, accept)
 
 

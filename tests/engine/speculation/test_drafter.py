@@ -56,6 +56,23 @@ def measured(drafter: SpeculativeDrafter, fixed_s: float, per_token_s: float) ->
             drafter.record_step(num_sequences, num_drafted, seconds)
 
 
+@pytest.mark.parametrize("num_known", [0, 1])
+def test_draft_contains_guesses_of_draft_heads(num_known: int) -> None:
+    """Forced tokens may follow the token after which the heads guessed. The first guesses are then not needed."""
+    drafter, sequence = SpeculativeDrafter(8), make_sequence([1, 2], [3, 4])
+    measured(drafter, 1.0, 0.1)
+    sequence.head_guesses, sequence.first_head_guess = [7, 8, 9], 4 - num_known
+    draft = propose(drafter, sequence, 1)
+    assert draft == [7, 8, 9][num_known : num_known + len(draft)]
+    assert draft
+
+
+def test_old_guesses_of_draft_heads_are_ignored() -> None:
+    drafter, sequence = SpeculativeDrafter(8), make_sequence([1, 2], [3, 4, 5, 6])
+    sequence.head_guesses, sequence.first_head_guess = [7, 8], 3
+    assert propose(drafter, sequence, 1) == []
+
+
 # --- Prompt -----------------------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from lorax_server import build
 from lorax_server.engine.sequence import Sequence as EngineSequence
-from lorax_server.engine.speculation.drafter import SpeculativeDrafter
 from lorax_server.generation.generation import Completion
 from lorax_server.llm import LLM
 from lorax_server.types import EngineStatus, SamplingParams, StopParams
@@ -51,6 +50,9 @@ class NoisyOracle:
         draft = known[0][len(generated) :][: self._random.randint(0, 8)]
         return [token_id if self._random.random() < 0.9 else self._random.randrange(500) for token_id in draft]
 
+    def can_draft(self, num_running: int) -> bool:
+        return True
+
     def waits(self, sequences: Iterable[EngineSequence], num_running: int, max_tokens: int) -> bool:
         return True
 
@@ -81,7 +83,7 @@ def check_requests(count: int, seed: int, monkeypatch: pytest.MonkeyPatch, **set
     requests = make_requests(count, seed)
     expected, plain = generate(requests, speculative_tokens=0, **settings)
     assert plain.drafted_tokens == 0
-    monkeypatch.setattr(build, "build_drafter", lambda _: NoisyOracle(expected, seed))
+    monkeypatch.setattr(build, "build_drafter", lambda *_: NoisyOracle(expected, seed))
     actual, status = generate(requests, **settings)
     check_equal(actual, expected, requests)
     assert status.drafted_tokens > status.accepted_tokens > count
@@ -102,7 +104,7 @@ def test_many_mixed_requests_with_noisy_drafts(monkeypatch: pytest.MonkeyPatch) 
 def test_log_probabilities_of_one_sequence_are_bitwise_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     requests, alone = make_requests(8, 5), {"max_num_seqs": 1, "cache_tokens": 4000}
     expected, _ = generate(requests, speculative_tokens=0, **alone)
-    monkeypatch.setattr(build, "build_drafter", lambda _: NoisyOracle(expected, 5))
+    monkeypatch.setattr(build, "build_drafter", lambda *_: NoisyOracle(expected, 5))
     actual, status = generate(requests, **alone)
     assert status.accepted_tokens > 0
     assert [(each.token_ids, each.logprobs) for each in actual] == [
@@ -127,13 +129,6 @@ def test_mixed_requests_in_padded_graphs(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(GraphSizes, "choose_for_cpu", lambda: sizes)
     monkeypatch.setattr(worker, "PagedRunner", partial(PagedRunner, capture=False))
     check_requests(12, 8, monkeypatch)
-
-
-@pytest.fixture
-def equal_step_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Report the same time for every step to the real drafter, because step times vary on a busy machine."""
-    record = SpeculativeDrafter.record_step
-    monkeypatch.setattr(SpeculativeDrafter, "record_step", lambda self, *sizes: record(self, *sizes[:2], 1.0))
 
 
 @pytest.mark.usefixtures("equal_step_times")
