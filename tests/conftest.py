@@ -12,6 +12,7 @@ import pytest
 import torch
 from tqdm import tqdm
 
+from lorax_server.engine.speculation.drafter import SpeculativeDrafter
 from tests.demo.server import Demo, serving_demo
 from tests.forks import forking, forking_engines
 from tests.ranks import RankPool
@@ -172,6 +173,17 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> None:
     """Seed before each shared fixture, so that its values do not depend on the first test that uses it."""
     if fixturedef.scope != "function":
         seed()
+
+
+@pytest.fixture
+def equal_step_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Report the same time for every step to the real drafter, because step times vary on a busy machine."""
+    record = SpeculativeDrafter.record_step
+
+    def record_equally(drafter: SpeculativeDrafter, num_sequences: int, num_drafted: int, seconds: float) -> None:
+        record(drafter, num_sequences, num_drafted, 1.0)
+
+    monkeypatch.setattr(SpeculativeDrafter, "record_step", record_equally)
 
 
 @pytest.fixture(scope="session")

@@ -138,11 +138,20 @@ def test_running_request_finishes_on_old_weights(versions: Versions, llm: LLM, n
 def test_running_request_moves_and_keeps_its_kv_cache(
     versions: Versions, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    counts, move, step = list[int](), llm._engine.move, llm._engine.step
+
+    def step_patiently() -> Any:
+        """Pause longer before each token, so that the request is not finished before the move on a busy machine."""
+        if not counts:
+            num_tokens = max((len(run.completion.token_ids) for run in llm._generations.values()), default=0)
+            time.sleep(0.0005 * 1.25**num_tokens)
+        return step()
+
+    monkeypatch.setattr(llm._engine, "step", step_patiently)
     stream = llm.stream(PROMPT, stop=LONG, adapter="poet")
     copied = llm.stream(PROMPT, stop=STOP, adapter="copy of poet")
     tokens, others = [next(stream).token_id], [next(copied).token_id]
     (run,) = (run for run in llm._generations.values() if run.adapter_id == "poet")
-    counts, move = list[int](), llm._engine.move
 
     def record(request_ids: Sequence[int], identity: str) -> None:
         counts.append(len(run.completion.token_ids))

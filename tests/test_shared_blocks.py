@@ -145,6 +145,7 @@ def test_preempted_sequences_continue_exactly(served: Served) -> None:
     ]
 
 
+@pytest.mark.usefixtures("equal_step_times")
 def test_speculation_does_not_change_tokens(served: Served) -> None:
     prompt, stop = PROMPTS["several times"] * 2, StopParams(max_new_tokens=30, ignore_eos=True)
     settings = SMALL | {"cache_bytes": 2**20}

@@ -32,6 +32,7 @@ from tests.parity.variants import VARIANTS, checkpoint, make_oracle, make_weight
 BLOCK_SIZE = 4
 NUM_BLOCKS = 12  # enough for the longest request
 NEW_TOKENS = 14
+WAIT_S = 120  # maximum wait for threads
 RANKS = (2, 5)  # adapter ranks for each model
 ADAPTER_OF_REQUEST = [0, 1, 0, 2, 0, 0, 2, 1, 0, 0, 1, 2]  # 0: the base model
 
@@ -123,9 +124,7 @@ class Workload:
         identity = ""
         if adapter:
             result = self.engine.resolve([AdapterRef("local", self.folders[adapter - 1].name)])
-            while not result.done():
-                self.step()
-            identity = result.result().identity
+            identity = result.result(WAIT_S).identity  # without steps, whose number would depend on their speed
         sampling = more.pop("sampling", SamplingParams())
         stop = StopParams(max_new_tokens=NEW_TOKENS)
         self.engine.add(Request(request_id, prompt, sampling, stop, adapter_identity=identity, **more))

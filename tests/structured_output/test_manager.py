@@ -58,6 +58,12 @@ class Compiles:
         return CompiledGrammar(vocabulary, grammar)
 
 
+def treat_masks_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute masks in batches after the first masks, even if they take long on a busy machine."""
+    monkeypatch.setattr(matcher, "MAX_FAST_MASK_S", 60.0)
+    monkeypatch.setattr(manager, "MAX_BATCH_S", 60.0)
+
+
 @pytest.fixture
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat all grammars as slow, so that masks are computed one by one."""
@@ -83,7 +89,7 @@ class Gate:
 
 
 def test_slow_masks_do_not_delay_fast_masks(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matcher, "MAX_FAST_MASK_S", 60.0)  # independent of machine load
+    treat_masks_as_fast(monkeypatch)
     fast, random = driver.start(LETTERS), np.random.default_rng(0)
     for _ in range(matcher.NUM_TIMED_MASKS):
         assert driver.advance(fast, random)
@@ -186,7 +192,7 @@ def test_request_removed_during_compile_is_cleaned_up(driver: Driver) -> None:
 @pytest.mark.parametrize("num_timed", [2, 10**9])
 def test_batched_masks_equal_single_masks(num_timed: int, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matcher, "NUM_TIMED_MASKS", num_timed)
-    monkeypatch.setattr(matcher, "MAX_FAST_MASK_S", 60.0)
+    treat_masks_as_fast(monkeypatch)
     random, table = np.random.default_rng(0), driver.tokenizer.token_table()._replace(digest="other")
     grammars = [LETTERS] * 6 + [from_regex(f"[a-z]{{{20 + i},90}}") for i in range(6)]
     requests = {
@@ -256,7 +262,7 @@ def test_wrong_forced_token_fails_only_its_request(driver: Driver, caplog: pytes
 
 
 def test_panic_in_forced_tokens_fails_only_its_completion(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matcher, "MAX_FAST_MASK_S", 60.0)
+    treat_masks_as_fast(monkeypatch)
     wrong, right = (driver.start(from_regex(f"[ab]{{{count}}}"), fast_forward=True) for count in (30, 31))
     random, consume_forced = np.random.default_rng(0), GrammarState.consume_forced
     for _ in range(matcher.NUM_TIMED_MASKS):  # so that both masks are computed in one batch
