@@ -38,7 +38,7 @@ def server_with_keys() -> Iterator[SharedServer]:
 @pytest.fixture(scope="module")
 def server_with_timeouts() -> Iterator[SharedServer]:
     """Start a server with short header and body timeouts."""
-    with closing(SharedServer(api_keys=("good",), body_timeout_s=0.2)) as shared:
+    with closing(SharedServer(api_keys=("good",), body_timeout_s=1.0)) as shared:
         yield shared
 
 

@@ -10,6 +10,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from lorax_server.errors import AdapterNotFoundError, EngineError
+from lorax_server.server.request_context import RequestContext
 from lorax_server.server.routes.responses.output import ResponseWriter
 from lorax_server.types import FinishReason
 from tests.server.fake_server import Reply
@@ -314,12 +315,20 @@ def test_early_failure_sets_status_and_late_failure_sends_event() -> None:
     assert "it broke" in failed.response.error.message
 
 
-def test_failure_after_headers_follows_created_event() -> None:
+def test_failure_after_headers_follows_created_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_started, await_first_event = asyncio.Event(), RequestContext.await_first_event
+
+    async def start_stream(*args: Any) -> Any:
+        stream = await await_first_event(*args)
+        has_started.set()
+        return stream
+
     class Late(ScriptedServer):
         async def _generate(self, request: Any) -> None:
-            await asyncio.sleep(0.1)
+            await has_started.wait()
             self.engine.fail(request.request_id, EngineError("it broke"))
 
+    monkeypatch.setattr(RequestContext, "await_first_event", start_stream)
     events = parse_events(Late(keep_alive_s=0.01).respond(stream=True))
     assert [event["type"] for event in events] == ["response.created", "response.in_progress", "response.failed"]
     assert [event["sequence_number"] for event in events] == [0, 1, 2]
