@@ -25,7 +25,7 @@ class QuantizationConfig:
     bits: tuple[int, ...]  # bits per integer weight; empty for float formats. Several only for compressed-tensors.
     zero_point_offset: int = 0  # GPTQ: added to the stored zero points
     is_symmetric: bool = False  # GPTQ: all zero points are half of the range
-    is_reordered: bool = False  # GPTQ: the groups do not consist of consecutive inputs
+    is_reordered: bool = False  # GPTQ: the groups may not consist of consecutive inputs
     group_size: int | None = None  # GPTQ: inputs per scale; None if unknown
     block_size: tuple[int, int] | None = None  # 8-bit floats: outputs and inputs per scale; None for rows or matrices
 
@@ -33,7 +33,7 @@ class QuantizationConfig:
     def bytes_per_weight(self) -> float:
         """Return the approximate size of a weight on a GPU, with scales for groups of 128 inputs."""
         if self.is_reordered:
-            return 2
+            return 2  # for weights that cannot be kept quantized, which the config does not show
         bits = max(self.bits) if self.bits else 4 if self.method == "bitsandbytes" else 8
         return {4: 0.5625, 8: 1.03}[bits]
 

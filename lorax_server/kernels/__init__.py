@@ -26,6 +26,7 @@ from lorax_server.kernels.ops import (
 from lorax_server.kernels.quantized import (
     BlockMatrix,
     QuantizedMatrix,
+    ReorderedMatrix,
     concat_matrices,
     quantize_blocks,
     quantize_float8,
@@ -52,6 +53,7 @@ __all__ = [
     "PagedBatch",
     "QuantizedMatrix",
     "RecordedGraph",
+    "ReorderedMatrix",
     "Routing",
     "StackedMatrices",
     "StoredMatrix",

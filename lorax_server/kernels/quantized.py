@@ -30,6 +30,10 @@ class QuantizedMatrix(StoredMatrix):
         """Return True if the values are indices into a table of numbers."""
 
     @abstractmethod
+    def to(self, device: torch.device) -> Self:
+        """Return a copy on a device, or this matrix if it is there already."""
+
+    @abstractmethod
     def select_rows(self, rows: torch.Tensor) -> Self:
         """Return a copy that contains the given rows in this order."""
 
@@ -101,7 +105,6 @@ class BlockMatrix(QuantizedMatrix):
         return self.levels is not None
 
     def to(self, device: torch.device) -> Self:
-        """Return a copy on a device, or this matrix if it is there already."""
         parts = {name: getattr(self, name) for name in ("values", "scales", "offsets", "levels")}
         return replace(self, **{name: each.to(device) for name, each in parts.items() if each is not None})
 
@@ -156,7 +159,7 @@ class BlockMatrix(QuantizedMatrix):
         return self.select_rows(rows.flatten()).read().view(*rows.shape, self.inputs)
 
     def read(self) -> torch.Tensor:
-        count = max(1, READ_CHUNK_ELEMENTS // self.inputs)
+        count = _count_rows(self)
         if len(self) <= count:
             return self._decode().to(self.dtype)
         weights = torch.empty(self.shape, dtype=self.dtype, device=self.device)
@@ -201,10 +204,83 @@ class BlockMatrix(QuantizedMatrix):
         return torch.zeros_like(self.scales, dtype=torch.float32) if self.offsets is None else self.offsets.float()
 
 
+@dataclass(frozen=True, eq=False)
+class ReorderedMatrix(QuantizedMatrix):
+    """A quantized matrix that is stored with its inputs in another order, in which each group is consecutive.
+
+    `read` and `look_up_rows` return the original order of the inputs. A product is `x[:, order] @ matrix.T`.
+    """
+
+    matrix: StoredMatrix  # a `BlockMatrix` as loaded from a checkpoint, or the layout from `Ops.make_linear`
+    order: torch.Tensor  # int64 [inputs]: the original index of each stored input
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self.matrix.dtype
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.matrix.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.matrix.device
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (*self.matrix.tensors, self.order)
+
+    @property
+    def has_levels(self) -> bool:
+        return self.blocks.has_levels
+
+    @property
+    def blocks(self) -> BlockMatrix:
+        assert isinstance(self.matrix, BlockMatrix)
+        return self.matrix
+
+    def to(self, device: torch.device) -> Self:
+        return replace(self, matrix=self.blocks.to(device), order=self.order.to(device))
+
+    def __getitem__(self, rows: slice) -> Self:
+        return replace(self, matrix=self.matrix[rows])
+
+    def select_rows(self, rows: torch.Tensor) -> Self:
+        return replace(self, matrix=self.blocks.select_rows(rows))
+
+    def select_inputs(self, start: int, stop: int) -> Self:
+        raise ValueError(f"inputs {start} to {stop} are stored in another order")
+
+    def pad_rows(self, count: int) -> Self:
+        return replace(self, matrix=self.blocks.pad_rows(count))
+
+    @classmethod
+    def concat(cls, matrices: Sequence[Self]) -> Self:
+        """Return one matrix with the rows of all matrices, which have the same order of inputs."""
+        return replace(matrices[0], matrix=BlockMatrix.concat([each.blocks for each in matrices]))
+
+    def look_up_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.matrix.look_up_rows(rows).index_select(-1, self.order.argsort())
+
+    def read(self) -> torch.Tensor:
+        weights, count = torch.empty(self.shape, dtype=self.dtype, device=self.device), _count_rows(self)
+        for start in range(0, len(self), count):  # in chunks, to limit temporary memory
+            weights[start : start + count].index_copy_(1, self.order, self.matrix[start : start + count].read())
+        return weights
+
+
+def _count_rows(matrix: QuantizedMatrix) -> int:
+    """Return the number of rows to decode at a time."""
+    return max(1, READ_CHUNK_ELEMENTS // matrix.shape[1])
+
+
 def concat_matrices(matrices: Sequence[torch.Tensor | QuantizedMatrix]) -> torch.Tensor | QuantizedMatrix:
     """Return one matrix with the rows of all matrices. It is quantized if all matrices are quantized and have the same
-    levels.
+    levels and the same order of inputs.
     """
+    reordered = [each for each in matrices if isinstance(each, ReorderedMatrix)]
+    if len(reordered) == len(matrices) and all(torch.equal(each.order, reordered[0].order) for each in reordered):
+        return ReorderedMatrix.concat(reordered)
     quantized = [each for each in matrices if isinstance(each, BlockMatrix)]
     if len(quantized) == len(matrices) and all(is_same_table(each.levels, quantized[0].levels) for each in quantized):
         return BlockMatrix.concat(quantized)

@@ -16,7 +16,16 @@ from torch import nn
 from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.adapters.target import AdapterTarget, TargetKind
 from lorax_server.distributed import Shard, make_full_shard, shard_vocab, vocab_shard_size
-from lorax_server.kernels import Activation, LoraBatch, LoraTarget, QuantizedMatrix, concat_matrices
+from lorax_server.kernels import (
+    Activation,
+    LoraBatch,
+    LoraTarget,
+    Ops,
+    QuantizedMatrix,
+    ReorderedMatrix,
+    StoredMatrix,
+    concat_matrices,
+)
 from lorax_server.layers.logits import LogitTransform, replace_row_logits, resize_logits
 from lorax_server.weights import Weights
 
@@ -28,7 +37,51 @@ def get_lora_args(
     return (None, ()) if adapter_data is None else (adapter_data.lora, adapter_data.find_targets(targets))
 
 
-class TensorParallelMultiAdapterLinear(nn.Module):
+class AdapterLinear(nn.Module):
+    """The matrix product of a parallel layer, with adapters. Its matrix may be stored with reordered inputs."""
+
+    input_order: torch.Tensor | None = None  # the inputs in the order of `linear`; None if they are not reordered
+
+    def set_weights(self, ops: Ops, matrix: torch.Tensor | QuantizedMatrix, bias: torch.Tensor | None) -> None:
+        self.ops = ops
+        if isinstance(matrix, ReorderedMatrix):
+            self.input_order, matrix = matrix.order, matrix.blocks
+        self.linear = ops.make_linear(matrix, bias)
+
+    @property
+    def weight(self) -> torch.Tensor | StoredMatrix:
+        """Return the matrix with its inputs in their original order."""
+        stored = self.linear.weight
+        if self.input_order is None:
+            return stored
+        assert isinstance(stored, StoredMatrix)
+        return ReorderedMatrix(stored, self.input_order)
+
+    def multiply(self, x: torch.Tensor, lora: LoraBatch | None, targets: Sequence[LoraTarget]) -> torch.Tensor:
+        """Return the product with the layer's matrix, plus its bias, with each token's adapter applied."""
+        if self.input_order is None:
+            return self.ops.linear(x, self.linear, lora, targets)
+        out = self.ops.linear(x.index_select(1, self.input_order), self.linear, None, ())
+        if lora is not None and len(x):
+            self.ops.add_lora(out, x, lora, targets)
+            self.ops.scale_and_shift(out, lora, targets)
+        return out
+
+    def multiply_gated(
+        self, x: torch.Tensor, activation: Activation, lora: LoraBatch | None, targets: Sequence[LoraTarget]
+    ) -> torch.Tensor:
+        """Return `activation(gate) * up`, where gate and up are the halves of the product."""
+        if self.input_order is None:
+            return self.ops.gated_linear(x, self.linear, activation, lora, targets)
+        if lora is None:
+            return self.ops.gated_linear(x.index_select(1, self.input_order), self.linear, activation, None, ())
+        gate, up = self.multiply(x, lora, targets).chunk(2, dim=-1)
+        return self.ops.activate(gate, activation) * (
+            up if activation.up_function is None else activation.up_function(up)
+        )
+
+
+class TensorParallelMultiAdapterLinear(AdapterLinear):
     """A column-parallel linear layer that fuses one or more matrices with the same input."""
 
     def __init__(
@@ -52,39 +105,43 @@ class TensorParallelMultiAdapterLinear(nn.Module):
         inputs = make_full_shard(in_features)
         for name, shard in zip(names, outputs, strict=True):
             matrix = weights.get_matrix(
-                f"{name}.weight", shard, inputs, fan_in_fan_out=fan_in_fan_out, min_bits=min_bits
+                f"{name}.weight",
+                shard,
+                inputs,
+                fan_in_fan_out=fan_in_fan_out,
+                min_bits=min_bits,
+                can_reorder=True,
             )
             matrices.append(matrix)
             if bias:
                 biases.append(weights.get_sharded(f"{name}.bias", 0, shard, (shard.full,)))
-        self.linear = weights.ops.make_linear(concat_matrices(matrices), torch.cat(biases) if bias else None)
+        self.set_weights(weights.ops, concat_matrices(matrices), torch.cat(biases) if bias else None)
         stops = accumulate(shard.size for shard in outputs)
         self.targets = tuple(
             self._make_target(name, in_features, shard, slice(stop - shard.size, stop), fan_in_fan_out)
             for name, shard, stop in zip(names, outputs, stops, strict=True)
         )
-        self.ops = weights.ops
 
     def forward(self, x: torch.Tensor, adapter_data: AdapterBatchData | None = None) -> torch.Tensor:
-        return self.ops.linear(x, self.linear, *get_lora_args(adapter_data, self.targets))
+        return self.multiply(x, *get_lora_args(adapter_data, self.targets))
 
     def forward_gated(
         self, x: torch.Tensor, activation: Activation, adapter_data: AdapterBatchData | None = None
     ) -> torch.Tensor:
         """Return `activation(gate) * up`, where gate and up are the outputs of the two matrices."""
-        return self.ops.gated_linear(x, self.linear, activation, *get_lora_args(adapter_data, self.targets))
+        return self.multiply_gated(x, activation, *get_lora_args(adapter_data, self.targets))
 
     def _make_target(
         self, name: str, in_features: int, outputs: Shard, columns: slice, fan_in_fan_out: bool
     ) -> AdapterTarget:
-        weight, bias = self.linear.weight[columns], self.linear.bias
+        weight, bias = self.weight[columns], self.linear.bias
         bias = None if bias is None else bias[columns]
         shape = (in_features, outputs.full) if fan_in_fan_out else None
         inputs = make_full_shard(in_features)
         return AdapterTarget(name, TargetKind.LINEAR, inputs, outputs, columns, weight, bias, checkpoint_shape=shape)
 
 
-class TensorParallelAdapterRowLinear(nn.Module):
+class TensorParallelAdapterRowLinear(AdapterLinear):
     """A row-parallel linear layer. Only rank 0 adds the bias."""
 
     def __init__(
@@ -107,29 +164,26 @@ class TensorParallelAdapterRowLinear(nn.Module):
         """
         super().__init__()
         outputs = make_full_shard(out_features)
-        matrix = weights.get_matrix(f"{name}.weight", outputs, inputs, fan_in_fan_out=fan_in_fan_out)
+        matrix = weights.get_matrix(f"{name}.weight", outputs, inputs, fan_in_fan_out=fan_in_fan_out, can_reorder=True)
         added = weights.get_tensor(f"{name}.bias", (out_features,)) if bias else None
         is_first_rank = weights.process_group.rank() == 0
-        self.linear = weights.ops.make_linear(concat_matrices([matrix]), added if is_first_rank else None)
+        self.set_weights(weights.ops, concat_matrices([matrix]), added if is_first_rank else None)
         columns = slice(0, out_features)
         shape = (inputs.full, out_features) if fan_in_fan_out else None
         scale_target = (f"{name}:input", 0) if scales_input else input_scale_target
-        target = AdapterTarget(
-            name, TargetKind.LINEAR, inputs, outputs, columns, self.linear.weight, added, is_first_rank
-        )
+        target = AdapterTarget(name, TargetKind.LINEAR, inputs, outputs, columns, self.weight, added, is_first_rank)
         target = replace(target, checkpoint_shape=shape, input_scale_target=scale_target)
         input_target = AdapterTarget(
             f"{name}:input", TargetKind.INPUT, inputs, inputs, slice(0, inputs.size), None, None
         )
         self.targets = (target, input_target) if scales_input else (target,)
         self.process_group = weights.process_group
-        self.ops = weights.ops
 
     def forward(self, x: torch.Tensor, adapter_data: AdapterBatchData | None = None) -> torch.Tensor:
         target, *input_targets = self.targets
         if input_targets and adapter_data is not None:
             self.ops.scale_and_shift(x, adapter_data.lora, adapter_data.find_targets(input_targets))
-        out = self.ops.linear(x, self.linear, *get_lora_args(adapter_data, [target]))
+        out = self.multiply(x, *get_lora_args(adapter_data, [target]))
         return out if self.process_group.size() == 1 else self.process_group.all_reduce(out)
 
 

@@ -20,7 +20,14 @@ from lorax_server.files.names import GGUF_FILE_LIST, MODEL_CONFIG_FILE
 from lorax_server.gguf.architectures import map_tensors
 from lorax_server.gguf.container import read_gguf
 from lorax_server.gguf.model_folder import read_file_list
-from lorax_server.kernels import BlockMatrix, Ops, QuantizedMatrix, quantize_blocks, quantize_float8
+from lorax_server.kernels import (
+    BlockMatrix,
+    Ops,
+    QuantizedMatrix,
+    ReorderedMatrix,
+    quantize_blocks,
+    quantize_float8,
+)
 from lorax_server.kernels.device import is_host
 from lorax_server.quantization_config import LOADED_BYTES, QuantizationConfig
 from lorax_server.weights.gguf import GGUFTensor
@@ -144,20 +151,30 @@ class Weights:
         return self.convert(self._load_sharded(self._resolve(name), dim, shard, shape))
 
     def get_matrix(
-        self, name: str, outputs: Shard, inputs: Shard, *, fan_in_fan_out: bool = False, min_bits: int = 4
+        self,
+        name: str,
+        outputs: Shard,
+        inputs: Shard,
+        *,
+        fan_in_fan_out: bool = False,
+        min_bits: int = 4,
+        can_reorder: bool = False,
     ) -> torch.Tensor | QuantizedMatrix:
         """Return this rank's shard of a matrix `[outputs, inputs]`. At most one dimension is sharded.
 
         Quantized matrices stay quantized if the ops have kernels for them. With `fan_in_fan_out`, float checkpoints
         contain `[inputs, outputs]`.
-        `min_bits` is the lowest precision if the matrix is quantized here.
+        `min_bits` is the lowest precision if the matrix is quantized here. With `can_reorder`, the result can be a
+        `ReorderedMatrix`. Otherwise, such matrices are converted to tensors.
         """
         name = self._resolve(name)
         stored, bits = self._tensors[name], self._quantize_bits
-        matrix: torch.Tensor | BlockMatrix
+        matrix: torch.Tensor | QuantizedMatrix
         if isinstance(stored, GGUFTensor | QuantizedTensor):
             self._check_shape(name, (outputs.full, inputs.full))
             matrix = _shard_matrix(name, stored.read_matrix(outputs.ranges, self.dtype), outputs, inputs)
+            if isinstance(matrix, ReorderedMatrix) and not can_reorder:
+                matrix = matrix.read()
         else:
             shape = (inputs.full, outputs.full) if fan_in_fan_out else (outputs.full, inputs.full)
             dim, shard = (0, outputs) if inputs.is_whole else (1, inputs)
@@ -165,7 +182,7 @@ class Weights:
             matrix = matrix.t() if fan_in_fan_out else matrix
             if self._rounded_format is not None and min_bits <= LINEAR_BITS:
                 _check_rounding_blocks(name, outputs, inputs)
-        if isinstance(matrix, BlockMatrix) or isinstance(stored, QuantizedTensor):
+        if isinstance(matrix, QuantizedMatrix) or isinstance(stored, QuantizedTensor):
             assert isinstance(stored, GGUFTensor | QuantizedTensor)
             if bits is not None or self._rounded_format is not None:
                 method = self._rounded_format or f"int{bits}"
@@ -247,7 +264,7 @@ class Weights:
         bits = max(self._quantize_bits, min_bits)
         return self._place_matrix(self._quantize(matrix, bits), f"int{bits}")
 
-    def _place_matrix(self, matrix: torch.Tensor | BlockMatrix, label: str) -> torch.Tensor | QuantizedMatrix:
+    def _place_matrix(self, matrix: torch.Tensor | QuantizedMatrix, label: str) -> torch.Tensor | QuantizedMatrix:
         """Return a matrix on the model's device. It is converted to a tensor if the ops have no kernels for it."""
         if isinstance(matrix, torch.Tensor) or not self.ops.keeps_quantized(matrix):
             weight = self.convert(matrix if isinstance(matrix, torch.Tensor) else matrix.read())
@@ -286,8 +303,8 @@ class Weights:
 
 
 def _shard_matrix(
-    name: str, matrix: torch.Tensor | BlockMatrix, outputs: Shard, inputs: Shard
-) -> torch.Tensor | BlockMatrix:
+    name: str, matrix: torch.Tensor | QuantizedMatrix, outputs: Shard, inputs: Shard
+) -> torch.Tensor | QuantizedMatrix:
     """Return a rank's shard of a matrix, given the rows in `outputs.ranges`."""
     if outputs.interleaved is not None:
         order = outputs.reorder(torch.arange(outputs.size), dim=0)
@@ -295,6 +312,8 @@ def _shard_matrix(
     if inputs.is_whole:
         return matrix
     ((start, stop),) = inputs.ranges
+    if isinstance(matrix, ReorderedMatrix):
+        matrix = matrix.read()  # this rank's inputs are parts of all groups
     if isinstance(matrix, torch.Tensor):
         return matrix[:, start:stop]
     try:

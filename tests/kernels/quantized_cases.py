@@ -5,7 +5,7 @@ from itertools import product
 
 import torch
 
-from lorax_server.kernels import BlockMatrix
+from lorax_server.kernels import BlockMatrix, ReorderedMatrix
 from lorax_server.kernels.quantized import float8_levels
 
 Kind = tuple[int, int, str]  # bits, inputs per block, and "plain", "offsets" or "levels"
@@ -29,3 +29,9 @@ def make_matrix(kind: Kind, rows: int = 6, inputs: int = INPUTS) -> BlockMatrix:
     if extra == "plain":
         return matrix
     return replace(matrix, offsets=torch.randn(rows, inputs // block, generator=generator))
+
+
+def reorder(matrix: BlockMatrix, seed: int = 0) -> ReorderedMatrix:
+    """Return a matrix that stores its inputs in a random order."""
+    order = torch.randperm(matrix.inputs, generator=torch.Generator().manual_seed(seed))
+    return ReorderedMatrix(matrix, order.to(matrix.device))

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lorax_server.kernels import BlockMatrix, concat_matrices, quantized
+from lorax_server.kernels import BlockMatrix, ReorderedMatrix, concat_matrices, quantized
 from lorax_server.kernels.quantized import quantize_blocks
-from tests.kernels.quantized_cases import INPUTS, KINDS, Kind, make_matrix
+from tests.kernels.quantized_cases import INPUTS, KINDS, Kind, make_matrix, reorder
 
 PLACES = ((0, 0), (1, 15), (2, 16), (3, 47), (5, 95), (4, 191))
 
@@ -95,3 +95,31 @@ def test_quantization_error_is_below_one_quantization_step(bits: int, bound: flo
 def test_unsupported_blocks_are_rejected() -> None:
     with pytest.raises(ValueError, match="blocks of 24 8-bit values with 48 inputs"):
         BlockMatrix(torch.zeros(2, 48, dtype=torch.int8), torch.zeros(2, 2), None, 8, torch.float32)
+
+
+def test_reordered_matrix_is_read_in_original_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = make_matrix((4, 32, "offsets"))
+    matrix, whole = reorder(blocks), torch.empty(6, INPUTS)
+    whole[:, matrix.order] = blocks.read()
+    rows = torch.tensor([[5, 0], [3, 3]])
+    assert torch.equal(matrix.look_up_rows(rows), whole[rows])
+    assert torch.equal(matrix.select_rows(rows[0]).read(), whole[rows[0]])
+    assert torch.equal(matrix.pad_rows(2).read()[:6], whole)
+    assert (matrix.shape, matrix.device, matrix.has_levels) == ((6, INPUTS), blocks.device, False)
+    assert {part.device.type for part in matrix.to(torch.device("meta")).tensors} == {"meta"}
+    with pytest.raises(ValueError, match="inputs 0 to 64 are stored in another order"):
+        matrix.select_inputs(0, 64)
+    for chunk_elements in (1, 4 * INPUTS, 2**20):
+        monkeypatch.setattr(quantized, "READ_CHUNK_ELEMENTS", chunk_elements)
+        assert torch.equal(matrix.read(), whole)
+        assert torch.equal(matrix[2:5].read(), whole[2:5])
+
+
+def test_reordered_matrices_stay_quantized_if_their_orders_are_equal() -> None:
+    first, second = reorder(make_matrix((4, 32, "plain"))), reorder(make_matrix((8, 64, "offsets"), rows=3))
+    other, plain = reorder(second.blocks, seed=1), second.blocks
+    for matrix in (second, other, plain):
+        joined = concat_matrices([first, matrix])
+        assert isinstance(joined, ReorderedMatrix) == (matrix is second)
+        weights = joined if isinstance(joined, torch.Tensor) else joined.read()
+        assert torch.equal(weights, torch.cat([first.read(), matrix.read()]))

@@ -217,7 +217,20 @@ def test_format_setting_must_match_checkpoint(tmp_path: Path) -> None:
         serve(tmp_path, quantize="gptq")
 
 
-@pytest.mark.parametrize("name", ["gptq", "awq", "ct-int4-asymmetric", "ct-w8a8", "nf4", "fp8-blocks"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gptq",
+        "gptq-act-order",
+        "gptq-act-order-short-group",
+        "awq",
+        "ct-int4-asymmetric",
+        "ct-int4-act-order",
+        "ct-w8a8",
+        "nf4",
+        "fp8-blocks",
+    ],
+)
 def test_estimated_bytes_are_close_to_loaded_bytes(name: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, make_oracle(hidden_size=256, intermediate_size=512), name)
     model = serve(tmp_path, dtype="float32").model

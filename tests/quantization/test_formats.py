@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from lorax_server.config import ModelConfig
-from lorax_server.kernels import BlockMatrix, Ops, reference
+from lorax_server.kernels import BlockMatrix, Ops, QuantizedMatrix, reference
 from lorax_server.kernels.select import ReferenceAttentionOps
 from lorax_server.models.registry import find_quantization, get_model, load_config
 from lorax_server.weights import estimate_bytes
@@ -46,7 +46,7 @@ def serve(folder: Path, **settings: Any) -> PagedDriver:
 class KeepingOps(ReferenceAttentionOps):
     """The reference ops, which keep all quantized matrices."""
 
-    keeps_quantized = staticmethod(lambda matrix: isinstance(matrix, BlockMatrix))
+    keeps_quantized = staticmethod(lambda matrix: isinstance(matrix, QuantizedMatrix))
 
     def __init__(self) -> None:
         super().__init__(cast(Ops, reference))
@@ -71,16 +71,19 @@ def test_logits_match_transformers_with_dequantized_weights(name: str, tmp_path:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_quantized_matrices_can_be_kept(name: str, tmp_path: Path) -> None:
-    """GPUs have kernels for all formats except GPTQ with activation ordering."""
+    """GPUs have kernels for all formats."""
     oracle = make_oracle()
     write_checkpoint(tmp_path, oracle, name)
     settings = ModelConfig(tmp_path, dtype="float32")
     driver = PagedDriver(get_model(settings, ops=KeepingOps()))
     expected = oracle_logits(oracle, PROMPT, len(PROMPT), {})
     assert (prefill(driver) - expected).abs().max() < TOLERANCE
-    if "act-order" not in name and "short-group" not in name:
+    if "short-group" not in name:
         assert driver.model.weight_format == FORMATS[name].label
-    if driver.model.weight_format == FORMATS[name].label and name != "ct-int4-tensor":  # fused with 8 bits
+    if driver.model.weight_format == FORMATS[name].label and name not in (
+        "ct-int4-tensor",  # fused with 8 bits
+        "gptq-act-order-per-matrix",  # fused in floating point
+    ):
         quantization = find_quantization(load_config(settings))
         estimate = estimate_bytes(tmp_path, torch.float32, torch.device("cuda"), quantization=quantization)
         assert estimate == pytest.approx(model_bytes(driver.model), rel=0.1)

@@ -11,7 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from lorax_server.config import ModelConfig
 from lorax_server.distributed import FakeGroup, ProcessGroup
 from lorax_server.errors import ConfigError
-from lorax_server.kernels import reference
+from lorax_server.kernels import BlockMatrix, reference
 from lorax_server.layers.targets import collect_adapter_targets
 from lorax_server.models.registry import get_model
 from tests.lora import make_arena, random_factors, save_adapter
@@ -34,7 +34,19 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
-@pytest.mark.parametrize("name", ["gptq-asymmetric", "gptq-act-order", "awq", "fp8-blocks", "ct-w8a8", "nf4-double"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gptq-asymmetric",
+        "gptq-act-order",
+        "gptq-act-order-per-matrix",
+        "ct-int4-act-order",
+        "awq",
+        "fp8-blocks",
+        "ct-w8a8",
+        "nf4-double",
+    ],
+)
 def test_adapter_on_quantized_checkpoint_matches_peft(name: str, adapter: str, tmp_path: Path) -> None:
     """PEFT runs on a model with dequantized weights. The batch contains a sequence without adapter."""
     oracle = make_oracle()
@@ -62,7 +74,7 @@ def test_adapter_on_quantized_checkpoint_matches_peft(name: str, adapter: str, t
 @pytest.mark.parametrize(
     "model", ["llama-attention-bias", "phi3-window", "gpt2", "neox-parallel", "qwen2-bias", "gemma2-logit-cap"]
 )
-@pytest.mark.parametrize("name", ["gptq", "awq", "fp8-blocks", "nf4"])
+@pytest.mark.parametrize("name", ["gptq", "gptq-act-order", "awq", "fp8-blocks", "nf4"])
 def test_other_architectures_match_transformers(name: str, model: str, tmp_path: Path) -> None:
     oracle = make_oracle(model)
     write_checkpoint(tmp_path, oracle, name, ignored=("lm_head", "embed_out"))
@@ -72,7 +84,8 @@ def test_other_architectures_match_transformers(name: str, model: str, tmp_path:
 
 @pytest.mark.parametrize(
     ("model", "name"),
-    [("qwen3moe", name) for name in ("gptq", "awq", "nf4")] + [("glm4moe", "gptq"), ("deepseek3", "fp8-blocks")],
+    [("qwen3moe", name) for name in ("gptq", "gptq-act-order", "awq", "nf4")]
+    + [("glm4moe", "gptq"), ("deepseek3", "fp8-blocks")],
 )
 def test_mixture_of_experts_matches_transformers(model: str, name: str, tmp_path: Path) -> None:
     """Published checkpoints store one matrix per expert."""
@@ -90,9 +103,21 @@ def test_ignored_modules_stay_unquantized(tmp_path: Path) -> None:
     assert (prefill(serve(tmp_path)) - expected).abs().max() < TOLERANCE
 
 
-def test_quantized_head_matches_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["gptq-act-order", "gptq-act-order-per-matrix"])
+def test_fused_matrices_stay_quantized_if_their_inputs_have_the_same_order(name: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, make_oracle(), name)
+    layer: Any = serve(tmp_path).model.model.layers[0]
+    for module in (layer.self_attn.qkv_proj, layer.mlp.gate_up_proj):
+        assert isinstance(module.linear.weight, BlockMatrix) == (name == "gptq-act-order")
+        assert (module.input_order is not None) == (name == "gptq-act-order")
+    assert isinstance(layer.self_attn.o_proj.linear.weight, BlockMatrix)
+    assert layer.self_attn.o_proj.input_order is not None
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq-act-order"])
+def test_quantized_head_matches_transformers(name: str, tmp_path: Path) -> None:
     oracle = make_oracle(vocab_size=128)
-    write_checkpoint(tmp_path, oracle, "gptq", ignored=())
+    write_checkpoint(tmp_path, oracle, name, ignored=())
     expected = oracle_logits(oracle, PROMPT, len(PROMPT), {})
     assert (prefill(serve(tmp_path)) - expected).abs().max() < TOLERANCE
 
@@ -108,7 +133,9 @@ def run_rank(group: ProcessGroup, folder: str, quantize: str | None) -> torch.Te
     return torch.cat(driver.forward(feeds, arena))
 
 
-@pytest.mark.parametrize("name", ["gptq-asymmetric", "awq", "fp8-blocks", "ct-int4", "nf4", "rounded"])
+@pytest.mark.parametrize(
+    "name", ["gptq-asymmetric", "gptq-act-order", "awq", "fp8-blocks", "ct-int4", "nf4", "rounded"]
+)
 def test_two_ranks_match_single_rank(name: str, tmp_path: Path, ranks: RankPool) -> None:
     oracle = make_oracle(hidden_size=128)  # two ranks with blocks of 64
     if name == "rounded":
@@ -119,6 +146,16 @@ def test_two_ranks_match_single_rank(name: str, tmp_path: Path, ranks: RankPool)
     alone = run_rank(FakeGroup(), *arguments)
     for logits in ranks.run(2, run_rank, *arguments):
         assert (logits - alone).abs().max() < 1e-5 * alone.abs().max()
+
+
+def test_only_slices_of_reordered_inputs_are_converted(tmp_path: Path) -> None:
+    """The inputs of a row-parallel shard belong to all groups."""
+    write_checkpoint(tmp_path, make_oracle(hidden_size=128), "gptq-act-order")
+    model = get_model(ModelConfig(tmp_path, dtype="float32"), FakeGroup(0, 2), reference)
+    layer: Any = model.model.layers[0]
+    assert model.weight_format in ("gptq-int4, float32 from gptq-int4", "float32 from gptq-int4, gptq-int4")
+    assert isinstance(layer.mlp.gate_up_proj.linear.weight, BlockMatrix)
+    assert isinstance(layer.mlp.down_proj.linear.weight, torch.Tensor)
 
 
 def test_rounding_with_shards_that_split_blocks_is_rejected(tmp_path: Path) -> None:

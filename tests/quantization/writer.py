@@ -97,12 +97,28 @@ def _pack(values: torch.Tensor, bits: int, order: tuple[int, ...] | None = None)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
-def _gptq(bits: int, *, version: int = 1, is_symmetric: bool = True, acts: bool = False, group: int = GROUP) -> Format:
+def _shuffle(groups: torch.Tensor, seed: int | None = None) -> torch.Tensor:
+    """Shuffle the groups of the inputs. By default, all matrices with the same inputs have the same order."""
+    generator = torch.Generator().manual_seed(len(groups) if seed is None else seed)
+    return groups[torch.randperm(len(groups), generator=generator)]
+
+
+def _gptq(
+    bits: int,
+    *,
+    version: int = 1,
+    is_symmetric: bool = True,
+    acts: bool = False,
+    group: int = GROUP,
+    has_own_order: bool = False,
+) -> Format:
+    """With `acts`, the groups are shuffled, with `has_own_order` differently for each matrix."""
+
     def quantize(weight: torch.Tensor) -> tuple[Stored, torch.Tensor]:
         inputs = weight.shape[1]
         groups = torch.arange(inputs) // group
         if acts:
-            groups = groups[torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))]
+            groups = _shuffle(groups, int(1e6 * weight.abs().sum()) if has_own_order else None)
         values, scales, zeros = _choose_integers(weight, groups, bits, is_symmetric)
         stored_zeros = (zeros - 1) % 2**bits if version == 1 else zeros
         stored = {
@@ -117,7 +133,7 @@ def _gptq(bits: int, *, version: int = 1, is_symmetric: bool = True, acts: bool 
         **{"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": acts, "sym": is_symmetric},
         "checkpoint_format": "gptq" if version == 1 else "gptq_v2",
     }
-    return Format(config, quantize, f"gptq-int{bits}", is_integer=not acts)
+    return Format(config, quantize, f"gptq-int{bits}")
 
 
 def _awq(*, has_zeros: bool = True) -> Format:
@@ -205,7 +221,7 @@ def _compressed_tensors(layout: str, *, activations: dict[str, Any] | None = Non
 def _act_order(weight: torch.Tensor) -> tuple[Stored, torch.Tensor]:
     """Quantize with activation ordering as older versions of compressed-tensors do."""
     inputs = weight.shape[1]
-    groups = (torch.arange(inputs) // GROUP)[torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))]
+    groups = _shuffle(torch.arange(inputs) // GROUP)
     values, scales, zeros = _choose_integers(weight, groups, 4, is_symmetric=True)
     stored = {"weight_packed": _pack(values, 4), "weight_scale": scales, "weight_g_idx": groups.int()}
     shape = {"weight_shape": torch.tensor(weight.shape)}
@@ -270,6 +286,9 @@ FORMATS: dict[str, Format] = {
     "gptq": _gptq(4),
     "gptq-asymmetric": _gptq(4, is_symmetric=False),
     "gptq-act-order": _gptq(4, acts=True, is_symmetric=False),
+    "gptq-act-order-int8": _gptq(8, acts=True, group=16),
+    "gptq-act-order-per-matrix": _gptq(4, acts=True, has_own_order=True),
+    "gptq-act-order-short-group": replace(_gptq(4, acts=True, group=48), is_integer=False),
     "gptq-v2": _gptq(4, version=2, is_symmetric=False),
     "gptq-int8": _gptq(8),
     "gptq-int8-asymmetric": _gptq(8, is_symmetric=False),
@@ -306,7 +325,7 @@ FORMATS: dict[str, Format] = {
         {"quant_method": "bitsandbytes", "load_in_8bit": True}, _bitsandbytes_8_bits, "bitsandbytes-int8"
     ),
 }
-FORMATS["ct-int4-act-order"] = replace(FORMATS["ct-int4"], quantize=_act_order, is_integer=False)
+FORMATS["ct-int4-act-order"] = replace(FORMATS["ct-int4"], quantize=_act_order)
 FORMATS["ct-int4-unpacked-zeros"] = replace(FORMATS["ct-int4-asymmetric"], quantize=_unpacked_zeros)
 FORMATS["gptq-zero-g_idx"] = _change(FORMATS["gptq"], lambda stored: stored["g_idx"].zero_())
 FORMATS["gptq-short-group"] = replace(_change(_gptq(4, group=48), lambda stored: stored.pop("g_idx")), is_integer=False)

@@ -77,6 +77,7 @@ class MetaWeights(Weights):
         *,
         fan_in_fan_out: bool = False,  # noqa: ARG002
         min_bits: int = 4,
+        can_reorder: bool = False,  # noqa: ARG002
     ) -> torch.Tensor:
         if min_bits <= LINEAR_BITS:
             self.linear_parameters += outputs.full * inputs.full

@@ -15,6 +15,7 @@ from lorax_server.weights.quantized.tensor import (
     INDEX_DTYPES,
     QuantizedTensor,
     dequantize_groups,
+    find_groups,
     keep_nonzero,
     make_integer_matrix,
     select_rows,
@@ -65,7 +66,8 @@ class PackedTensor(QuantizedTensor):
         return count_groups(self.require_part("weight_scale").shape)
 
     def estimate_bytes(self, dtype: torch.dtype, device: torch.device) -> float:
-        if "weight_g_idx" in self.parts:
+        stored = self.parts.get("weight_g_idx")
+        if stored is not None and self.is_converted(self._find_groups(self.read(stored))):
             return math.prod(self.shape) * dtype.itemsize
         return super().estimate_bytes(dtype, device)
 
@@ -93,23 +95,31 @@ class PackedTensor(QuantizedTensor):
                 )
 
     def prepare(self, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the zero points `[outputs, groups]`."""
+        """Return the zero points `[outputs, groups]`, and the result of `find_groups`."""
+        prepared = self._find_groups(parts.get("weight_g_idx"))
         stored = parts.get("weight_zero_point")
         if stored is None:
-            return {}
+            return prepared
         if stored.dtype == torch.int8:
-            return keep_nonzero(zeros=expand_scales(stored, self.shape[0]))
-        return keep_nonzero(zeros=to_signed(unpack_words(stored.t(), self.bits).t()[: self.shape[0]], self.bits))
+            return prepared | keep_nonzero(zeros=expand_scales(stored, self.shape[0]))
+        zeros = to_signed(unpack_words(stored.t(), self.bits).t()[: self.shape[0]], self.bits)
+        return prepared | keep_nonzero(zeros=zeros)
+
+    def _find_groups(self, groups: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        if groups is None or int(groups.min()) < 0:  # -1 means that the groups are consecutive
+            return {}
+        return find_groups(groups, self.shape[1], self.num_groups)
 
     def decode(self, parts: Mapping[str, torch.Tensor], rows: slice, dtype: torch.dtype) -> torch.Tensor | BlockMatrix:
         (outputs, inputs), bits = self.shape, self.bits
         values = to_signed(unpack_words(parts["weight_packed"][rows], bits)[:, :inputs], bits)
         scales = expand_scales(parts["weight_scale"], outputs)[rows]
         zeros = select_rows(parts.get("zeros"), rows)
-        groups = parts.get("weight_g_idx")
-        if groups is None or int(groups.min()) < 0:  # -1 means that the groups are consecutive
-            return make_integer_matrix(values, scales, zeros, bits, dtype)
-        return dequantize_groups(values, scales, zeros, groups).to(dtype)
+        if "groups" in parts:
+            return dequantize_groups(values, scales, zeros, parts["groups"]).to(dtype)
+        if "order" in parts:
+            values = values[:, parts["order"]]
+        return make_integer_matrix(values, scales, zeros, bits, dtype)
 
 
 def count_groups(shape: Sequence[int]) -> int:

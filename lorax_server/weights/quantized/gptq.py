@@ -11,6 +11,7 @@ from lorax_server.weights.quantized.tensor import (
     INDEX_DTYPES,
     QuantizedTensor,
     dequantize_groups,
+    find_groups,
     keep_nonzero,
     make_integer_matrix,
     select_rows,
@@ -50,7 +51,8 @@ class GPTQTensor(QuantizedTensor):
         return int(shape[0]) if len(shape) == 2 else 0
 
     def estimate_bytes(self, dtype: torch.dtype, device: torch.device) -> float:
-        if self.config.is_reordered:
+        stored = self.parts.get("g_idx") if self.config.is_reordered else None
+        if stored is not None and self.is_converted(self._find_groups(self.read(stored))):
             return math.prod(self.shape) * dtype.itemsize
         return super().estimate_bytes(dtype, device)
 
@@ -81,19 +83,22 @@ class GPTQTensor(QuantizedTensor):
         return inputs // self.num_groups
 
     def prepare(self, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the zero points `[outputs, groups]`, and the group of each input if groups are not consecutive."""
+        """Return the zero points `[outputs, groups]`, and the result of `find_groups`."""
         mask, stored = 2**self.bits - 1, unpack_words(parts["qzeros"], self.bits).t()
-        prepared = keep_nonzero(zeros=to_signed((stored + self.config.zero_point_offset) & mask, self.bits))
-        inputs, groups = self.shape[1], parts.get("g_idx")
+        zeros = to_signed((stored + self.config.zero_point_offset) & mask, self.bits)
+        return keep_nonzero(zeros=zeros) | self._find_groups(parts.get("g_idx"))
+
+    def _find_groups(self, groups: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        inputs = self.shape[1]
         if groups is None or not bool(groups.any()):  # some programs write only zeros for consecutive groups
-            groups = torch.arange(inputs, device=stored.device) // self._find_group_size()
-        if not torch.equal(groups.long(), torch.arange(inputs, device=groups.device) * self.num_groups // inputs):
-            prepared["groups"] = groups
-        return prepared
+            groups = torch.arange(inputs) // self._find_group_size()
+        return find_groups(groups, inputs, self.num_groups)
 
     def decode(self, parts: Mapping[str, torch.Tensor], rows: slice, dtype: torch.dtype) -> torch.Tensor | BlockMatrix:
         values = to_signed(unpack_words(parts["qweight"][:, rows].t(), self.bits), self.bits)
         scales, zeros = parts["scales"][:, rows].t().contiguous(), select_rows(parts.get("zeros"), rows)
         if "groups" in parts:
             return dequantize_groups(values, scales, zeros, parts["groups"]).to(dtype)
+        if "order" in parts:
+            values = values[:, parts["order"]]
         return make_integer_matrix(values, scales, zeros, self.bits, dtype)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from lorax_server.errors import WeightsError
-from lorax_server.kernels import BlockMatrix
+from lorax_server.kernels import BlockMatrix, QuantizedMatrix, ReorderedMatrix
 from lorax_server.kernels.device import is_host
 from lorax_server.kernels.quantized import MIN_BLOCK, PACKED_INPUTS, pack_4_bits
 from lorax_server.quantization_config import QuantizationConfig
@@ -106,9 +106,11 @@ class QuantizedTensor(ABC):
 
     @abstractmethod
     def decode(self, parts: Mapping[str, torch.Tensor], rows: slice, dtype: torch.dtype) -> torch.Tensor | BlockMatrix:
-        """Return matrix rows in `dtype`. `parts` contains the stored and the prepared tensors."""
+        """Return matrix rows in `dtype`. `parts` contains the stored and the prepared tensors. If there is a prepared
+        tensor `order`, the inputs are returned in this order.
+        """
 
-    def read_matrix(self, ranges: Sequence[tuple[int, int]], dtype: torch.dtype) -> torch.Tensor | BlockMatrix:
+    def read_matrix(self, ranges: Sequence[tuple[int, int]], dtype: torch.dtype) -> torch.Tensor | QuantizedMatrix:
         """Return ranges of matrix rows. `dtype` is the dtype that the weights are converted to."""
         count = max(1, DECODE_CHUNK_ELEMENTS // self.shape[1])
         chunks = [slice(i, min(i + count, stop)) for start, stop in ranges for i in range(start, stop, count)]
@@ -119,7 +121,8 @@ class QuantizedTensor(ABC):
         matrices = [self.decode(parts, rows, dtype) for rows in chunks or [slice(0, 0)]]
         blocks = [each for each in matrices if isinstance(each, BlockMatrix)]
         if len(blocks) == len(matrices):
-            return BlockMatrix.concat(blocks)
+            joined = BlockMatrix.concat(blocks)
+            return ReorderedMatrix(joined, parts["order"]) if "order" in parts else joined
         return torch.cat([each.read() if isinstance(each, BlockMatrix) else each for each in matrices])
 
     @abstractmethod
@@ -135,7 +138,11 @@ class QuantizedTensor(ABC):
         rows, *others = index or (slice(None),)
         start, stop, _ = rows.indices(self.shape[0])
         matrix = self.read_matrix([(start, stop)], torch.float32)
-        return (matrix.read() if isinstance(matrix, BlockMatrix) else matrix)[(slice(None), *others)]
+        return (matrix.read() if isinstance(matrix, QuantizedMatrix) else matrix)[(slice(None), *others)]
+
+    def is_converted(self, groups: Mapping[str, torch.Tensor]) -> bool:
+        """Return True if a matrix with this result of `find_groups` is converted to floating point on one rank."""
+        return "groups" in groups or ("order" in groups and ".experts." in self.prefix)
 
     def require_part(self, name: str) -> StoredPart:
         if name not in self.parts:
@@ -175,6 +182,21 @@ def find_block_size(inputs: int, num_groups: int) -> int | None:
         return None
     group = inputs // num_groups
     return group if group % PACKED_INPUTS == 0 else None if group % MIN_BLOCK else MIN_BLOCK
+
+
+def find_groups(groups: torch.Tensor, inputs: int, num_groups: int) -> dict[str, torch.Tensor]:
+    """Return `{"order": order}` with an order of the inputs in which groups are consecutive blocks of the same size, or
+    `{"groups": groups}` if there is no such order. `groups` contains the group of each input. If groups are already
+    consecutive, return an empty dictionary.
+    """
+    consecutive = torch.arange(inputs, device=groups.device) * num_groups // inputs
+    if torch.equal(groups.long(), consecutive):
+        return {}
+    if groups.shape == (inputs,) and find_block_size(inputs, num_groups) is not None:
+        order = groups.argsort(stable=True)
+        if torch.equal(groups[order].long(), consecutive):
+            return {"order": order}
+    return {"groups": groups}
 
 
 def make_integer_matrix(

@@ -264,6 +264,10 @@ def test_quantized_checkpoint_needs_less_memory(model: str, tmp_path: Path, caps
     quantized = plan("--model", str(tmp_path), "--gpu", "L4", capsys=capsys)
     assert quantized["memory"]["weights"] == pytest.approx(6.03e9, rel=0.01)  # 2.1e9 for the embedding and the head
     assert quantized["replica"]["floor_ms"] < 0.6 * plain["replica"]["floor_ms"]  # includes the KV cache
+    config["quantization_config"]["desc_act"] = True  # the config does not show whether these weights stay quantized
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    converted = plan("--model", str(tmp_path), "--gpu", "L4", capsys=capsys)
+    assert converted["memory"]["weights"] == plain["memory"]["weights"]
     assert main(["plan", "--model", str(tmp_path), "--gpu", "L4"]) == 0
     assert "step times assume that kernels for quantized weights" in capsys.readouterr().out
 

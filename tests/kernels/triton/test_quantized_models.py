@@ -17,7 +17,7 @@ from tests.quantization.writer import write_checkpoint
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("name", ["gptq-asymmetric", "fp8-blocks", "nf4-double"])
+@pytest.mark.parametrize("name", ["gptq-asymmetric", "gptq-act-order", "fp8-blocks", "nf4-double"])
 def test_quantized_checkpoint_matches_transformers(device: torch.device, name: str, tmp_path: Path) -> None:
     oracle = make_oracle(num_hidden_layers=1)
     write_checkpoint(tmp_path, oracle, name)
