@@ -69,9 +69,12 @@ class StepCosts:
         self._estimates: dict[tuple[int, int], tuple[float, list[tuple[int, float]]]] = {}  # by arguments of `estimate`
 
     def must_measure_plain(self, num_sequences: int, speedup: float) -> bool:
-        """Return True if the next step should have no drafts, to measure its time. `speedup` is the speedup that such
-        a step loses.
+        """Return True if the next step should have no drafts, to measure its time. This includes the first steps.
+
+        `speedup` is the speedup that such a step loses.
         """
+        if not any(times.median is not None for times in self._plain.values()):
+            return True  # the time that drafts save is not known
         times = self._plain.get(round_size(num_sequences))
         is_measured = times is not None and times.median is not None
         interval = (1 - 1 / speedup) / MAX_MEASURING_LOSS if is_measured else 0.0
@@ -89,16 +92,16 @@ class StepCosts:
             self._estimates.clear()
 
     def estimate_plain(self, num_sequences: int) -> float:
-        """Estimate the step time without drafts, in seconds. Before the first measurement, the unit is the time of one
-        token.
-        """
+        """Estimate the step time without drafts, in seconds."""
         size, ratio = round_size(num_sequences), self._prior_ratio
         points = [(each, times.median) for each, times in self._plain.items() if times.median is not None]
         below = max((point for point in points if point[0] <= size), default=None)
         above = min((point for point in points if point[0] >= size), default=None)
         if below is not None and above is not None:
             return _interpolate(below, above, size)
-        nearest, seconds = below or above or (0, ratio)
+        known = below or above
+        assert known is not None, "no step without drafts was measured"
+        nearest, seconds = known
         return seconds * (ratio + size) / (ratio + nearest)
 
     def estimate(self, num_sequences: int, max_tokens: int) -> tuple[float, list[tuple[int, float]]]:
@@ -136,13 +139,12 @@ class StepCosts:
         Times do not decrease with the size.
         """
         points = [(num_sequences, plain_s * (1 + PRIOR_OVERHEAD))]
-        if any(times.median is not None for times in self._plain.values()):  # otherwise, `plain_s` is not in seconds
-            oldest = self._num_steps - MAX_AGE
-            points += sorted(
-                (size, times.median)
-                for size, times in self._drafted.items()
-                if times.median is not None and size > num_sequences and times.last_step >= oldest
-            )
+        oldest = self._num_steps - MAX_AGE
+        points += sorted(
+            (size, times.median)
+            for size, times in self._drafted.items()
+            if times.median is not None and size > num_sequences and times.last_step >= oldest
+        )
         for index in range(len(points) - 2, -1, -1):
             points[index] = points[index][0], min(points[index][1], points[index + 1][1])
         return points

@@ -49,18 +49,20 @@ def waits(drafter: SpeculativeDrafter, sequence: EngineSequence, num_running: in
     return drafter.waits([sequence], num_running, MAX_ROWS - num_running)
 
 
-def measured(drafter: SpeculativeDrafter, fixed_s: float, per_token_s: float) -> None:
+def make_drafter(fixed_s: float = 1.0, per_token_s: float = 0.1, **options: Any) -> SpeculativeDrafter:
+    """Return a drafter that has measured steps of several sizes."""
+    drafter = SpeculativeDrafter(**{"max_tokens": 8} | options)
     for _ in range(50):
         for num_sequences, num_drafted in ((1, 0), (1, 3), (4, 0), (4, 12)):
             seconds = fixed_s + per_token_s * (num_sequences + num_drafted)
             drafter.record_step(num_sequences, num_drafted, seconds)
+    return drafter
 
 
 @pytest.mark.parametrize("num_known", [0, 1])
 def test_draft_contains_guesses_of_draft_heads(num_known: int) -> None:
     """Forced tokens may follow the token after which the heads guessed. The first guesses are then not needed."""
-    drafter, sequence = SpeculativeDrafter(8), make_sequence([1, 2], [3, 4])
-    measured(drafter, 1.0, 0.1)
+    drafter, sequence = make_drafter(), make_sequence([1, 2], [3, 4])
     sequence.head_guesses, sequence.first_head_guess = [7, 8, 9], 4 - num_known
     draft = propose(drafter, sequence, 1)
     assert draft == [7, 8, 9][num_known : num_known + len(draft)]
@@ -68,7 +70,7 @@ def test_draft_contains_guesses_of_draft_heads(num_known: int) -> None:
 
 
 def test_old_guesses_of_draft_heads_are_ignored() -> None:
-    drafter, sequence = SpeculativeDrafter(8), make_sequence([1, 2], [3, 4, 5, 6])
+    drafter, sequence = make_drafter(), make_sequence([1, 2], [3, 4, 5, 6])
     sequence.head_guesses, sequence.first_head_guess = [7, 8], 3
     assert propose(drafter, sequence, 1) == []
 
@@ -77,8 +79,7 @@ def test_old_guesses_of_draft_heads_are_ignored() -> None:
 
 
 def test_draft_copies_the_prompt() -> None:
-    drafter = SpeculativeDrafter(8)
-    measured(drafter, 1.0, 0.1)
+    drafter = make_drafter()
     draft = propose(drafter, make_sequence([1, *TEXT, 2], [3, *TEXT[:6]]), 1)
     assert draft == TEXT[6 : 6 + len(draft)]
     assert len(draft) > 1
@@ -114,8 +115,7 @@ def test_lookup_indexes_a_limited_number_of_prompt_tokens() -> None:
 
 
 def test_draft_repeats_an_earlier_completion() -> None:
-    drafter = SpeculativeDrafter(8)
-    measured(drafter, 1.0, 0.1)
+    drafter = make_drafter()
     teach(drafter, [1, 2], TEXT)
     draft = propose(drafter, make_sequence([3, 2], TEXT[:4]), 1)
     assert draft == TEXT[4 : 4 + len(draft)]
@@ -126,7 +126,7 @@ def test_draft_repeats_an_earlier_completion() -> None:
 def test_histories_are_separate(other: dict[str, str]) -> None:
     """A completion influences no other tenant, no other version of the adapter, and no other cache salt."""
     known = {"tenant": "a", "adapter_identity": "old"}
-    taught, fresh = SpeculativeDrafter(8), SpeculativeDrafter(8)
+    taught, fresh = make_drafter(), make_drafter()
     for _ in range(3):
         teach(taught, [1, 2], TEXT, **known)
     for length in (1, 4, 9):
@@ -190,7 +190,7 @@ def test_number_of_histories_per_tenant_is_bounded() -> None:
 
 
 def test_running_sequences_keep_their_history_with_many_tenants() -> None:
-    drafter = SpeculativeDrafter(8, histories=Histories(max_tenants=1))
+    drafter = make_drafter(histories=Histories(max_tenants=1))
     sequences = [make_sequence([1, 2], TEXT, tenant=tenant) for tenant in "ab"]
     for sequence in sequences:
         propose(drafter, sequence, 2)
@@ -205,16 +205,14 @@ def test_running_sequences_keep_their_history_with_many_tenants() -> None:
 @pytest.mark.parametrize(("fixed_s", "num_running", "drafts"), [(1.0, 1, True), (1.0, 200, False), (0.0, 1, False)])
 def test_drafts_are_proposed_only_if_step_costs_allow_savings(fixed_s: float, num_running: int, drafts: bool) -> None:
     """Without fixed costs per step, or on a large batch, a draft token costs as much as a step without it."""
-    drafter = SpeculativeDrafter(8)
-    measured(drafter, fixed_s, 0.1)
+    drafter = make_drafter(fixed_s)
     for _ in range(3):
         teach(drafter, [1, 2], TEXT)
     assert bool(propose(drafter, make_sequence([3, 2], TEXT[:9]), num_running)) == drafts
 
 
 def test_max_batch_size_and_max_tokens_limit_drafts() -> None:
-    drafter = SpeculativeDrafter(2, max_batch_size=4)
-    measured(drafter, 1.0, 0.01)
+    drafter = make_drafter(1.0, 0.01, max_tokens=2, max_batch_size=4)
     for _ in range(3):
         teach(drafter, [1, 2], TEXT)
     sequence = make_sequence([3, 2], TEXT[:9])
@@ -224,7 +222,7 @@ def test_max_batch_size_and_max_tokens_limit_drafts() -> None:
 
 def test_wrong_guesses_stop_drafts() -> None:
     """The text repeats single tokens, but never what followed them."""
-    drafter, tokens = SpeculativeDrafter(8), [index * index % 61 for index in range(61)] * 8
+    drafter, tokens = make_drafter(), [index * index % 61 for index in range(61)] * 8
     drafts = [propose(drafter, make_sequence(tokens[:1], tokens[1:2]), 1)]
     sequence = make_sequence(tokens[:1])
     for number in range(400):
@@ -258,11 +256,21 @@ def test_step_sizes() -> None:
 
 
 def test_assumed_step_costs() -> None:
-    plain_s, sizes = StepCosts(prior_ratio=8.0).estimate(2, 3)
+    costs = StepCosts(prior_ratio=8.0)
+    measure_costs(costs, 2, 0, 10.0)
+    plain_s, sizes = costs.estimate(2, 3)
     assert plain_s == 10.0
     ((size, seconds),) = sizes
     assert size == 3
     assert seconds == pytest.approx((10.0 * 1.1 + 1.0) * 1.05)
+
+
+def test_first_steps_have_no_drafts() -> None:
+    """Without drafts, the time of a step is not known, so the times of steps with drafts are of no use."""
+    costs = StepCosts()
+    while costs.must_measure_plain(4, 2.0):
+        costs.record(4, 0, 0.01)
+    assert costs.estimate_plain(4) == 0.01
 
 
 def test_step_costs_are_interpolated() -> None:
@@ -324,8 +332,7 @@ def test_steps_without_drafts_are_measured_regularly() -> None:
 
 def test_most_likely_tokens_of_the_batch_are_drafted() -> None:
     """Both sequences have a long match, but the second sequence's guesses were often wrong."""
-    drafter = SpeculativeDrafter(8)
-    measured(drafter, 1.0, 0.1)
+    drafter = make_drafter()
     sure, unsure = (make_sequence([1, *TEXT, 2], [3, *TEXT[:6]], tenant=tenant) for tenant in "ab")
     for sequence in (sure, unsure):
         drafter.propose([sequence], 2, 1)
@@ -340,7 +347,7 @@ def test_most_likely_tokens_of_the_batch_are_drafted() -> None:
 
 
 def test_state_of_finished_sequences_is_dropped() -> None:
-    drafter, sequence = SpeculativeDrafter(8), make_sequence([1, 2], TEXT)
+    drafter, sequence = make_drafter(), make_sequence([1, 2], TEXT)
     propose(drafter, sequence, 1)
     drafter.finish(sequence)
     assert drafter.num_sequences == 0
@@ -348,7 +355,7 @@ def test_state_of_finished_sequences_is_dropped() -> None:
 
 def test_sequence_waits_only_if_a_draft_is_likely() -> None:
     """With several steps in flight, sequences without drafts do not wait for their tokens."""
-    drafter, sequence = SpeculativeDrafter(8), make_sequence([1, 2], [3])
+    drafter, sequence = make_drafter(), make_sequence([1, 2], [3])
     assert propose(drafter, sequence, 1) == []
     sequence.num_in_flight = 1
     assert not waits(drafter, sequence, 1)
@@ -364,7 +371,7 @@ def test_sequence_waits_only_if_a_draft_is_likely() -> None:
 
 def test_guesses_of_waiting_sequences_are_checked() -> None:
     """Guesses are checked even if no draft is used, so that accuracy follows a change of the text."""
-    drafter, sequence = SpeculativeDrafter(8), make_sequence([1, 2], [*TEXT, 3, *TEXT[:10]])
+    drafter, sequence = make_drafter(), make_sequence([1, 2], [*TEXT, 3, *TEXT[:10]])
     assert propose(drafter, sequence, 1)
     sequence.num_in_flight, known = 1, len(sequence.token_ids)
     for number in range(400):
@@ -379,7 +386,7 @@ def test_guesses_of_waiting_sequences_are_checked() -> None:
 
 
 def test_no_sequence_waits_while_the_batch_is_too_large() -> None:
-    drafter, sequence = SpeculativeDrafter(8, max_batch_size=1), make_sequence([1, 2], [*TEXT, *TEXT[:20]])
+    drafter, sequence = make_drafter(max_batch_size=1), make_sequence([1, 2], [*TEXT, *TEXT[:20]])
     sequence.num_in_flight = 1
     assert not any(waits(drafter, sequence, 2) for _ in range(MAX_RETRY_STEPS))
     assert any(waits(drafter, sequence, 1) for _ in range(MAX_RETRY_STEPS))
