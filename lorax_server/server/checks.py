@@ -26,13 +26,13 @@ def reject_unsupported_value(is_set: object, feature: str) -> None:
         raise NotSupportedError(f"{feature} is not supported yet; ignoring it would change the output")
 
 
-def check_no_surrogates(text: str) -> None:
+def check_no_surrogates(text: str, field: str = "inputs") -> None:
     """Reject lone surrogates. JSON can encode them, but UTF-8 and tokenizers cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         surrogate = f"\\u{ord(text[error.start]):04x}"
-        check(False, f"`inputs` contains a lone surrogate ({surrogate}) at character {error.start}")
+        check(False, f"`{field}` contains a lone surrogate ({surrogate}) at character {error.start}")
 
 
 def check_stop_strings(stops: Sequence[str], config: ServerConfig) -> None:
@@ -43,6 +43,8 @@ def check_stop_strings(stops: Sequence[str], config: ServerConfig) -> None:
         longest <= MAX_STOP_CHARACTERS,
         f"`stop` sequences must have at most {MAX_STOP_CHARACTERS} characters. Given: {longest}",
     )
+    for stop in stops:
+        check_no_surrogates(stop, "stop")
 
 
 def parse_logit_bias(logit_bias: Mapping[str, Any] | None) -> dict[int, float]:

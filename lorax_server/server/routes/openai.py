@@ -18,6 +18,7 @@ from lorax_server.server.adapter_lookup import ResolvedModel
 from lorax_server.server.checks import (
     MAX_LOGIT_BIASES,
     check,
+    check_no_surrogates,
     check_stop_strings,
     collect_sampling_fields,
     parse_logit_bias,
@@ -130,6 +131,7 @@ def to_options(
 
     `raw_logprobs` is set only if log probabilities are needed, because it disables forced tokens in structured output.
     """
+    check_no_surrogates(body.cache_salt or "", "cache_salt")
     sampling = replace(_make_sampling_params(service, body, num_alternatives), raw_logprobs=raw_logprobs)
     stop = StopParams(
         max_new_tokens=max_new_tokens or default_new_tokens or service.max_total_tokens,

@@ -98,6 +98,8 @@ WRONG: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
         "invalid_value",
         "`prompt` contains a lone surrogate",
     ),
+    "half a salt": (CHAT, chat(cache_salt="\ud800"), "cache_salt", "invalid_value", "lone surrogate (\\ud800"),
+    "half a stop string": (CHAT, chat(stop=["a", "\ud800"]), "stop", "invalid_value", "lone surrogate (\\ud800"),
     "no such token": (COMPLETIONS, complete(prompt=[10**6]), "prompt", "invalid_value", "beyond the vocabulary"),
     "a format": (
         *(CHAT, chat(response_format={"type": "xml"})),
