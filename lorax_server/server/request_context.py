@@ -222,14 +222,12 @@ class RequestContext:
         )
 
     def record_models(self, selections: Sequence[ModelSelection]) -> None:
-        """Record the adapters of a request that sends one prompt to several adapters. Adapter metrics do not count such
-        requests.
-        """
+        """Record the adapters of a request that sends one prompt to several adapters."""
         if len(selections) == 1:
             self.record_model(selections[0])
         else:
             names = ",".join(selection.label or BASE_MODEL for selection in selections)
-            self.record.adapter_id = names[:MAX_HEADER_CHARACTERS]
+            self.record.adapter_id, self.record.has_several_adapters = names[:MAX_HEADER_CHARACTERS], True
 
     async def admit(self, count: int, is_streamed: bool, num_models: int = 1) -> None:
         """Acquire a permit for `count` completions, or raise if a limit is exceeded.

@@ -220,6 +220,8 @@ class _AdapterMetrics:
         is_found = record.status != 404 and (failure is None or record.identity)
         if record.adapter_id is None or not (is_found or record.is_known_adapter):
             return UNKNOWN_LABEL
+        if record.has_several_adapters:  # clients can invent any number of combinations
+            return OTHER_LABEL
         return self._label(record.adapter_id, self._names)
 
     def _label(self, name: str, labels: set[str]) -> str:

@@ -11,6 +11,7 @@ class RequestRecord:
     route: str  # the path, for example "/generate"
     key: str = ""  # name of the API key, or "" without one
     adapter_id: str | None = None  # as requested; merged adapters are joined by ","; "" is the base model
+    has_several_adapters: bool = False  # one prompt was sent to several adapters
     is_known_adapter: bool = False  # the name was known before the request, so it may become a metrics label
     source: str = ""  # adapter source
     identity: str = ""  # adapter identity

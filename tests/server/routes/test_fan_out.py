@@ -200,3 +200,11 @@ def test_new_adapters_are_charged_separately(tmp_path: Path) -> None:
     body = generate(adapter_ids=["o/a", "o/b", "o/c"], adapter_source="hub")
     assert routes.post(NATIVE, body, "few").status == 429
     assert routes.post(NATIVE, body, "boss").status == 200
+
+
+def test_adapter_metrics_do_not_list_combinations(routes: Routes) -> None:
+    """Clients can send any number of combinations, which would use up the labels for adapters."""
+    routes.post(*REQUESTS[COMPLETIONS])
+    lines = routes.get("/metrics").body.decode().splitlines()
+    labels = [line for line in lines if line.startswith("lorax_adapter_requests_total{")]
+    assert labels == ['lorax_adapter_requests_total{adapter="other"} 1.0']
