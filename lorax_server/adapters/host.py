@@ -209,7 +209,7 @@ class _PreparedModule:
 
     def cast_tensors(self) -> dict[Field, torch.Tensor]:
         tensors = {
-            Field.A: self.lora_a if self.weights.shared_a is None else None,
+            Field.A: self._reorder_inputs(self.lora_a) if self.weights.shared_a is None else None,
             Field.B: self.lora_b,
             Field.OUTPUT_SCALE: self.output_scale,
             Field.OUTPUT_BIAS: self.output_bias,
@@ -223,6 +223,10 @@ class _PreparedModule:
             raise self._error(f"has values that overflow {self.dtype}")
         # Row IDs are stored as raw bits: two float16 elements hold one int32.
         return cast | {Field.ROW_IDS: self.row_ids.int().view(self.dtype)}
+
+    def _reorder_inputs(self, lora_a: torch.Tensor | None) -> torch.Tensor | None:
+        order = self.target.input_order
+        return lora_a if lora_a is None or order is None else lora_a.index_select(-1, order.to(lora_a.device))
 
     def _error(self, reason: str) -> AdapterError:
         return AdapterError(f"adapter {self.name!r}: module {self.target.name!r} {reason}")

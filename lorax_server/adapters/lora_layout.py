@@ -63,7 +63,8 @@ class LoraLayout:
         for index, target in enumerate(targets.values()):
             if target.name not in keys:
                 continue
-            if target.kind is not TargetKind.LINEAR or not (target.inputs.is_whole and target.outputs.is_whole):
+            is_sharded = not (target.inputs.is_whole and target.outputs.is_whole)
+            if target.kind is not TargetKind.LINEAR or is_sharded or target.input_order is not None:
                 return None
             table[index][Field.RANK], scales[index] = adapter.find_rank(target.name), adapter.find_scale(target.name)
             for key, field in zip(keys[target.name], (Field.A, Field.B), strict=True):

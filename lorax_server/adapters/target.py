@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from lorax_server.distributed import Shard
-from lorax_server.kernels import StoredMatrix
+from lorax_server.kernels import ReorderedMatrix, StoredMatrix
 
 
 class TargetKind(Enum):
@@ -58,6 +58,11 @@ class AdapterTarget:
     # Only for the kind `EXPERTS`. `inputs` and `outputs` are then the sizes of one expert.
     experts: ExpertTarget | None = None
     is_resizable: bool = False  # adapters may replace the layer with another number of outputs
+
+    @property
+    def input_order(self) -> torch.Tensor | None:
+        """The order in which the inputs of the weight and of LoRA A are stored, or None if it is the original order."""
+        return self.weight.order if isinstance(self.weight, ReorderedMatrix) else None
 
     def read(self, rows: slice = slice(None)) -> torch.Tensor:
         """Return the given rows of this rank's base model weight."""

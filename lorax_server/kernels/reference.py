@@ -25,7 +25,6 @@ from lorax_server.kernels.ops import (
     LoraTarget,
     PagedBatch,
     Routing,
-    UnrecordableError,
 )
 from lorax_server.kernels.quantized import QuantizedMatrix
 from lorax_server.kernels.whole_sequences import make_mask
@@ -202,8 +201,6 @@ def _dequantize(x: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 def add_lora(out: torch.Tensor, x: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]) -> None:
-    if lora.in_graph:
-        raise UnrecordableError("add_lora")  # it reads the LoRA segments on the host
     if not lora.has_low_rank(targets):
         return
     for target in targets:

@@ -38,9 +38,9 @@ def get_lora_args(
 
 
 class AdapterLinear(nn.Module):
-    """The matrix product of a parallel layer, with adapters. Its matrix may be stored with reordered inputs."""
+    """A layer with one matrix. The inputs of the matrix, and of adapters for it, may be stored in another order."""
 
-    input_order: torch.Tensor | None = None  # the inputs in the order of `linear`; None if they are not reordered
+    input_order: torch.Tensor | None = None  # the original index of each stored input; None if they are not reordered
 
     def set_weights(self, ops: Ops, matrix: torch.Tensor | QuantizedMatrix, bias: torch.Tensor | None) -> None:
         self.ops = ops
@@ -57,28 +57,9 @@ class AdapterLinear(nn.Module):
         assert isinstance(stored, StoredMatrix)
         return ReorderedMatrix(stored, self.input_order)
 
-    def multiply(self, x: torch.Tensor, lora: LoraBatch | None, targets: Sequence[LoraTarget]) -> torch.Tensor:
-        """Return the product with the layer's matrix, plus its bias, with each token's adapter applied."""
-        if self.input_order is None:
-            return self.ops.linear(x, self.linear, lora, targets)
-        out = self.ops.linear(x.index_select(1, self.input_order), self.linear, None, ())
-        if lora is not None and len(x):
-            self.ops.add_lora(out, x, lora, targets)
-            self.ops.scale_and_shift(out, lora, targets)
-        return out
-
-    def multiply_gated(
-        self, x: torch.Tensor, activation: Activation, lora: LoraBatch | None, targets: Sequence[LoraTarget]
-    ) -> torch.Tensor:
-        """Return `activation(gate) * up`, where gate and up are the halves of the product."""
-        if self.input_order is None:
-            return self.ops.gated_linear(x, self.linear, activation, lora, targets)
-        if lora is None:
-            return self.ops.gated_linear(x.index_select(1, self.input_order), self.linear, activation, None, ())
-        gate, up = self.multiply(x, lora, targets).chunk(2, dim=-1)
-        return self.ops.activate(gate, activation) * (
-            up if activation.up_function is None else activation.up_function(up)
-        )
+    def reorder(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the layer's inputs in the order of the matrix."""
+        return x if self.input_order is None else x.index_select(1, self.input_order)
 
 
 class TensorParallelMultiAdapterLinear(AdapterLinear):
@@ -123,13 +104,14 @@ class TensorParallelMultiAdapterLinear(AdapterLinear):
         )
 
     def forward(self, x: torch.Tensor, adapter_data: AdapterBatchData | None = None) -> torch.Tensor:
-        return self.multiply(x, *get_lora_args(adapter_data, self.targets))
+        return self.ops.linear(self.reorder(x), self.linear, *get_lora_args(adapter_data, self.targets))
 
     def forward_gated(
         self, x: torch.Tensor, activation: Activation, adapter_data: AdapterBatchData | None = None
     ) -> torch.Tensor:
         """Return `activation(gate) * up`, where gate and up are the outputs of the two matrices."""
-        return self.multiply_gated(x, activation, *get_lora_args(adapter_data, self.targets))
+        lora_args = get_lora_args(adapter_data, self.targets)
+        return self.ops.gated_linear(self.reorder(x), self.linear, activation, *lora_args)
 
     def _make_target(
         self, name: str, in_features: int, outputs: Shard, columns: slice, fan_in_fan_out: bool
@@ -183,7 +165,7 @@ class TensorParallelAdapterRowLinear(AdapterLinear):
         target, *input_targets = self.targets
         if input_targets and adapter_data is not None:
             self.ops.scale_and_shift(x, adapter_data.lora, adapter_data.find_targets(input_targets))
-        out = self.multiply(x, *get_lora_args(adapter_data, [target]))
+        out = self.ops.linear(self.reorder(x), self.linear, *get_lora_args(adapter_data, [target]))
         return out if self.process_group.size() == 1 else self.process_group.all_reduce(out)
 
 

@@ -13,12 +13,15 @@ from lorax_server.distributed import FakeGroup, ProcessGroup
 from lorax_server.errors import ConfigError
 from lorax_server.kernels import BlockMatrix, reference
 from lorax_server.layers.targets import collect_adapter_targets
+from lorax_server.llm import LLM
 from lorax_server.models.registry import get_model
+from lorax_server.types import StopParams
 from tests.lora import make_arena, random_factors, save_adapter
 from tests.paged import PagedDriver
 from tests.parity.adapters.cases import randomize
 from tests.parity.adapters.served import load_adapters
 from tests.parity.oracle import oracle_logits
+from tests.pooled import VOCAB, save_tokenizer
 from tests.quantization.test_formats import PROMPT, TOLERANCE, make_oracle, prefill, serve
 from tests.quantization.writer import write_checkpoint
 from tests.ranks import RankPool
@@ -69,6 +72,22 @@ def test_adapter_on_quantized_checkpoint_matches_peft(name: str, adapter: str, t
     assert (expected - plain).abs().max() > 0.1
     assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()  # random adapters amplify rounding
     assert (base - plain).abs().max() < TOLERANCE
+
+
+def test_completions_with_reordered_inputs_do_not_depend_on_the_batch(tmp_path: Path) -> None:
+    """The native kernels and graphs of CPUs apply adapters to the reordered inputs."""
+    oracle, folder = make_oracle(vocab_size=VOCAB), tmp_path / "model"
+    write_checkpoint(folder, oracle, "gptq-act-order")
+    save_tokenizer(folder)
+    trained = get_peft_model(oracle, LoraConfig(r=4, task_type="CAUSAL_LM", **ADAPTERS["lora"]))
+    randomize(trained)
+    save_adapter(trained, tmp_path / "adapter")
+    prompts, stop = [[5, number] for number in range(6)], StopParams(max_new_tokens=8, ignore_eos=True)
+    names = ["tuned", None, "tuned", None, "tuned", "tuned"]
+    with LLM(folder, {"tuned": tmp_path / "adapter"}, device="cpu", max_num_seqs=8, cache_bytes=2**22) as llm:
+        alone = [llm.generate(prompt, stop=stop, adapter=name)[0] for prompt, name in zip(prompts, names, strict=True)]
+        together = llm.generate(prompts, stop=stop, adapter=names)
+    assert [(each.token_ids, each.logprobs) for each in together] == [(each.token_ids, each.logprobs) for each in alone]
 
 
 @pytest.mark.parametrize(
@@ -151,8 +170,8 @@ def test_two_ranks_match_single_rank(name: str, tmp_path: Path, ranks: RankPool)
 def test_only_slices_of_reordered_inputs_are_converted(tmp_path: Path) -> None:
     """The inputs of a row-parallel shard belong to all groups."""
     write_checkpoint(tmp_path, make_oracle(hidden_size=128), "gptq-act-order")
-    model = get_model(ModelConfig(tmp_path, dtype="float32"), FakeGroup(0, 2), reference)
-    layer: Any = model.model.layers[0]
+    model: Any = get_model(ModelConfig(tmp_path, dtype="float32"), FakeGroup(0, 2), reference)
+    layer = model.model.layers[0]
     assert model.weight_format in ("gptq-int4, float32 from gptq-int4", "float32 from gptq-int4, gptq-int4")
     assert isinstance(layer.mlp.gate_up_proj.linear.weight, BlockMatrix)
     assert isinstance(layer.mlp.down_proj.linear.weight, torch.Tensor)

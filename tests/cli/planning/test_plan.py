@@ -258,13 +258,14 @@ def test_float8_cache_holds_twice_as_many_tokens(model: str, capsys: pytest.Capt
 
 
 def test_quantized_checkpoint_needs_less_memory(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = LLAMA_8B | {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
+    stored = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    config = LLAMA_8B | {"quantization_config": stored}
     (tmp_path / "config.json").write_text(json.dumps(config))
     plain = plan("--model", model, "--gpu", "L4", capsys=capsys)
     quantized = plan("--model", str(tmp_path), "--gpu", "L4", capsys=capsys)
     assert quantized["memory"]["weights"] == pytest.approx(6.03e9, rel=0.01)  # 2.1e9 for the embedding and the head
     assert quantized["replica"]["floor_ms"] < 0.6 * plain["replica"]["floor_ms"]  # includes the KV cache
-    config["quantization_config"]["desc_act"] = True  # the config does not show whether these weights stay quantized
+    stored["desc_act"] = True  # the config does not show whether these weights stay quantized
     (tmp_path / "config.json").write_text(json.dumps(config))
     converted = plan("--model", str(tmp_path), "--gpu", "L4", capsys=capsys)
     assert converted["memory"]["weights"] == plain["memory"]["weights"]

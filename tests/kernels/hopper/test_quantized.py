@@ -8,9 +8,7 @@ import torch.nn.functional as F
 
 from lorax_server.kernels import BlockMatrix, quantize_blocks, quantize_float8
 from lorax_server.kernels.ops import Activation, LinearWeights
-from lorax_server.layers.linear import AdapterLinear
 from tests.kernels.batches import LinearCase, draw_adapters, error
-from tests.kernels.quantized_cases import reorder
 
 pytest.importorskip("cuda.bindings", reason="needs cuda-core")
 pytest.importorskip("triton", reason="needs Triton")
@@ -90,44 +88,6 @@ def test_graph_replays_quantized_product(ops: HopperOps, rows: int) -> None:
         out = ops.linear(x, weights, None, ())
     graph.replay()
     assert torch.equal(out, expected)
-
-
-@pytest.mark.parametrize("tokens", [1, 16, 128, 200, 1000])
-def test_reordered_inputs_match_float32(ops: HopperOps, tokens: int) -> None:
-    world = LinearCase(1024, (2048, 2048), make_adapters(9, 2), bias=True, seed=tokens)
-    matrix = reorder(FORMATS["int4 with zero points"](world.weights.plain))
-    layer = AdapterLinear()
-    layer.set_weights(ops, matrix, world.weights.bias)
-    ops.prepare([layer.linear], with_lora=True)
-    world.weights = LinearWeights(matrix.read(), world.weights.bias)
-    assert torch.equal(layer.weight[8:23].read(), world.weights.plain[8:23])
-    x, silu = world.normal(tokens, 1024), Activation("silu", F.silu)
-    for indices in (draw_adapters(tokens, 9, tokens), [7] * tokens, [0] * tokens):
-        batch, expected = world.batch(indices), world.expected(x, indices)
-        assert error(layer.multiply(x, batch, world.targets), expected) < 2 * TOLERANCE[torch.bfloat16]
-        gate, up = expected.chunk(2, dim=1)
-        gated = layer.multiply_gated(x, silu, batch, world.targets)
-        assert error(gated, F.silu(gate) * up) < 4 * TOLERANCE[torch.bfloat16]
-    assert error(layer.multiply(x, None, ()), world.expected(x, [0] * tokens)) < 2 * TOLERANCE[torch.bfloat16]
-
-
-@pytest.mark.parametrize("rows", [1, 32])
-def test_graph_replays_product_with_reordered_inputs(ops: HopperOps, rows: int) -> None:
-    """Other adapters than at capture are replayed, with a refreshed LoRA plan."""
-    world = LinearCase(1024, (2048,), make_adapters(3, 1), bias=False)
-    matrix, layer = reorder(quantize_blocks(world.weights.plain, 4)), AdapterLinear()
-    layer.set_weights(ops, matrix, None)
-    world.weights = LinearWeights(matrix.read())
-    x, captured, batch = world.normal(rows, 1024), world.batch([0] * rows), world.batch([3] * rows)
-    captured = replace(captured, in_graph=True, bounds=[], adapters=[])
-    layer.multiply(x, captured, world.targets)  # compiles the kernels
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = layer.multiply(x, captured, world.targets)
-    captured.adapter_indices.copy_(batch.adapter_indices)
-    ops.refresh_lora_plan(captured, batch)
-    graph.replay()
-    assert error(out, world.expected(x, [3] * rows)) < 2 * TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("name", ["int4", "int4 with zero points", "int8 per row", "offsets", "fp8", "16 levels"])

@@ -11,8 +11,7 @@ from lorax_server.kernels.matrix import StoredMatrix
 from lorax_server.kernels.quantized import BlockMatrix, quantize_blocks
 from lorax_server.kernels.triton import quantized
 from lorax_server.kernels.triton.ops import TritonOps
-from lorax_server.layers.linear import AdapterLinear
-from tests.kernels.quantized_cases import KINDS, Kind, make_matrix, reorder
+from tests.kernels.quantized_cases import KINDS, Kind, make_matrix
 from tests.kernels.triton.cases import (
     BF16,
     DTYPES,
@@ -108,24 +107,6 @@ def test_adapters_apply_to_quantized_matrix(device: torch.device, kind: Kind, ru
     silu = activation_of("silu")
     expected = reference.gated_linear(x.float().cpu(), wide, silu, widened(batch), targets)
     check_close(ops.gated_linear(x, weights, silu, batch, targets), expected, BF16)
-
-
-@pytest.mark.parametrize(
-    "runs", [DECODE_RUNS, pytest.param(PROMPT_RUNS, marks=pytest.mark.slow)], ids=["decode", "prompt"]
-)
-def test_adapters_apply_to_reordered_inputs(device: torch.device, runs: Runs) -> None:
-    batch = lora_batch(LAYER, runs, MIXED_RANKS, device=device, dtype=BF16, output_scales=[1, 3], output_biases=[2, 3])
-    targets, layer, (inputs, outputs) = targets_of(LAYER), AdapterLinear(), LAYER
-    matrix = reorder(place(make_matrix((4, 32, "offsets"), sum(outputs), inputs), device, BF16))
-    bias = normal(sum(outputs), seed=8, dtype=BF16).to(device)
-    layer.set_weights(TritonOps(), matrix, bias)
-    x = normal(len(batch.adapter_indices), inputs, seed=1, dtype=BF16).to(device)
-    wide = widened_weights(LinearWeights(matrix, bias))
-    expected = reference.linear(x.float().cpu(), wide, widened(batch), targets)
-    check_close(layer.multiply(x, batch, targets), expected, BF16)
-    silu = activation_of("silu")
-    expected = reference.gated_linear(x.float().cpu(), wide, silu, widened(batch), targets)
-    check_close(layer.multiply_gated(x, silu, batch, targets), expected, BF16)
 
 
 def test_embedding_rows_are_decoded(device: torch.device) -> None:
