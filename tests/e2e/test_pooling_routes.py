@@ -290,10 +290,10 @@ def test_route_for_different_task_names_model_task(embedder: World, path: str, b
         ({"input": ["a"] * 10_000}, "at most 2048"),
         ({"input": [100]}, "beyond the vocabulary of 100"),
         ({"input": [-1]}, ""),
-        ({"input": [1, "a"]}, ""),
-        ({"input": {"a": 1}}, ""),
-        ({"input": None}, ""),
-        ({}, ""),
+        ({"input": [1, "a"]}, "input: Input should be a string, a list of strings, "),
+        ({"input": {"a": 1}}, "input: Input should be a string, a list of strings, "),
+        ({"input": None}, "input: Input should be a string, a list of strings, "),
+        ({}, "input: Field required"),
         ({"input": "a \ud800"}, "lone surrogate"),
         ({"input": "cat " * 100}, "`input` must have at most 64 tokens"),
         ({"input": "cat " * 400_000}, "`input` must have at most 64 tokens"),
@@ -310,6 +310,31 @@ def test_invalid_requests_are_rejected(embedder: World, body: Any, problem: str)
     response = embedder.server.post("/v1/embeddings", body)
     assert response.status in (400, 404)
     assert problem in response.json["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "problem"),
+    [
+        ("/v1/rerank", {"query": "", "documents": ["a"]}, "`query` cannot be empty"),
+        ("/v1/rerank", {"query": "a", "documents": ["a", ""]}, "`documents` cannot be empty"),
+        ("/v1/rerank", {"query": "a", "documents": [5]}, "documents: Input should be a list of strings, or of objects"),
+        (
+            "/v1/rerank",
+            {"query": "a", "documents": [{}]},
+            "documents: Input should be a list of strings, or of objects",
+        ),
+        ("/v1/rerank", {"query": "\ud800", "documents": ["a"]}, "`query` contains a lone surrogate"),
+        ("/rerank", {"query": "", "documents": ["a"]}, "`query` cannot be empty"),
+        ("/rerank", {"query": "a", "documents": []}, "`documents` cannot be empty"),
+        ("/v1/score", {"text_1": "", "text_2": "a"}, "`text_1` cannot be empty"),
+        ("/v1/score", {"text_1": "a", "text_2": ["a", ""]}, "`text_2` cannot be empty"),
+        ("/v1/score", {"text_1": 5, "text_2": "a"}, "text_1: Input should be a string or a list of strings"),
+    ],
+)
+def test_error_names_invalid_field(embedder: World, path: str, body: Any, problem: str) -> None:
+    response = embedder.server.post(path, body)
+    assert response.status in (400, 422)
+    assert problem in response.body.decode()
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ FIELD_NAMES_BY_PATH = {
     "/v1/embeddings": {"inputs": "input"},
     "/v1/classify": {"inputs": "input"},
     "/v1/rerank": {"inputs": "documents"},
+    "/rerank": {"inputs": "documents"},
     "/v1/score": {"inputs": "text_2"},
 }
 FIELD_PATTERN = re.compile(r"`(\w+)`")
@@ -175,17 +176,22 @@ EXPECTED_FORMS = {
     "content": "a string or a list of parts",
     "tool_choice": "a string or an object",
     "guided_json": "an object, or a string that contains one",
+    "input": "a string, a list of strings, a list of token ids, or a list of such lists",
+    "documents": "a list of strings, or of objects with `text`",
+    "text_1": "a string or a list of strings",
+    "text_2": "a string or a list of strings",
 }
+RESPONSES_FORMS = EXPECTED_FORMS | {"input": "a string or a list of items"}
 
 
 def make_validation_error(errors: Sequence[Any], path: str) -> ErrorResponse:
     """Return the response for pydantic validation errors. It reports only the first invalid field."""
     is_openai = path.startswith(OPENAI_PREFIX)
-    forms = EXPECTED_FORMS if is_openai else {}
+    forms = (RESPONSES_FORMS if path == "/v1/responses" else EXPECTED_FORMS) if is_openai else {}
     location = _find_field_path(errors[0], forms)
     errors = [error for error in errors if _find_field_path(error, forms) == location]
     # Prefer errors other than type errors: the value may match one alternative but be too long or too large.
-    error = next((error for error in errors if not _is_type_error(error)), errors[0])
+    error = next((error for error in errors if not _is_type_error(error) and error["type"] != "missing"), errors[0])
     has_wrong_type = _is_type_error(error) and location and location[-1] in forms
     message = f"Input should be {forms[location[-1]]}" if has_wrong_type else error["msg"]
     if not is_openai:

@@ -5,7 +5,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -42,6 +42,8 @@ from lorax_server.server.schemas.unsupported_fields import POOLING
 from lorax_server.server.service import Service
 from lorax_server.text.prompt import Prompt, list_prompts
 from lorax_server.text.tokenizer import EncodedText
+
+_Name = TypeVar("_Name")
 
 MAX_PAIR_SIZE = 4  # characters in all pairs of a request, in multiples of the body limit
 CLASSES, PAIRS = (CLASSIFY, TOKEN_CLASSIFY), (EMBED, CLASSIFY, SCORE)
@@ -195,7 +197,8 @@ async def _score(context: RequestContext, body: ScoreRequest) -> Response:
         f"`text_1` must be one text, or as many as `text_2` ({len(second)}); it has {len(first)}",
     )
     firsts = first if len(first) == len(second) else first * len(second)
-    scores = await _score_pairs(context, body, list(zip(firsts, second, strict=True)), body.instruction)
+    pairs = list(zip(firsts, second, strict=True))
+    scores = await _score_pairs(context, body, pairs, ("text_1", "text_2"), body.instruction)
     data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
     return _respond(context, body, "score", {"object": "list", "data": data})
 
@@ -203,7 +206,7 @@ async def _score(context: RequestContext, body: ScoreRequest) -> Response:
 async def _rerank(context: RequestContext, body: RerankRequest) -> Response:
     texts = [each.text if isinstance(each, Document) else each for each in body.documents]
     pairs = [(body.query, text) for text in texts]
-    scores = await _score_pairs(context, body, pairs, body.instruction, is_retrieval=True)
+    scores = await _score_pairs(context, body, pairs, ("query", "documents"), body.instruction, is_retrieval=True)
     order = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.top_n]
     ranked: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in order]
     for each in ranked if body.return_documents is not False else ():
@@ -215,28 +218,34 @@ async def _score_pairs(
     context: RequestContext,
     body: PooledRequest,
     pairs: list[tuple[str, str]],
+    fields: tuple[str, str],
     instruction: str | None,
     is_retrieval: bool = False,
 ) -> list[float]:
     """Return a score per pair: the model's judgment, or the cosine similarity of the embeddings.
 
-    If `is_retrieval`, the pairs are queries and documents, and embedding models use their prompts for these.
+    `fields` are the names of the request fields that contain the first and second texts. If `is_retrieval`, the pairs
+    are queries and documents, and embedding models use their prompts for these.
     """
     model, config = await _select(context, body), context.pooling
     results.prepare_pair("", "", config, instruction)  # rejects an instruction without effect
     if config.can_score:
         _check_count(pairs)
         _check_size(context, pairs, instruction or "")
-        for text in {text for pair in pairs for text in pair} | {instruction or ""}:
-            check_no_surrogates(text)
+        check_no_surrogates(instruction or "", "instruction")
+        for field, text in _list_distinct(pairs, fields):
+            check_no_surrogates(text, field)
         prepare = partial(results.prepare_pair, config=config, instruction=instruction)
         pooled = await context.pool(model, await _encode(context, model, pairs, prepare, body.truncate))
         return [results.to_score(each, config) for each in pooled]
     _check_count(pairs)
+    for field, text in _list_distinct(pairs, fields):
+        check(bool(text), f"`{field}` cannot be empty")
+        check_no_surrogates(text, field)
     has_prompts = is_retrieval and {"query", "document"} <= config.prompts.keys()
     names = ("query", "document") if has_prompts else (None, None)
     named = [tuple(zip(names, pair, strict=True)) for pair in pairs]
-    distinct = list(dict.fromkeys(each for pair in named for each in pair))
+    distinct = _list_distinct(pairs, names)
     pooled = await context.pool(model, await _encode_texts(context, model, distinct, body.truncate))
     vectors = dict(zip(distinct, (results.to_embedding(each, config) for each in pooled), strict=True))
     return await asyncio.to_thread(lambda: [results.cosine(vectors[one], vectors[other]) for one, other in named])
@@ -300,6 +309,11 @@ async def _encode_texts(
     prompts = {name: results.find_prompt(context.pooling, name) for name, _ in texts}
     prepare = partial(results.prepare_text, config=context.pooling)
     return await _encode(context, model, [(prompts[name], text) for name, text in texts], prepare, truncate)
+
+
+def _list_distinct(pairs: Sequence[tuple[str, str]], names: tuple[_Name, _Name]) -> list[tuple[_Name, str]]:
+    """Return the distinct texts of all pairs. Each text has the name for its position in the pair."""
+    return list(dict.fromkeys(each for pair in pairs for each in zip(names, pair, strict=True)))
 
 
 def _check_count(inputs: Sequence[object]) -> None:

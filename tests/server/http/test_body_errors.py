@@ -8,6 +8,8 @@ from pydantic import BaseModel
 from lorax_server.errors import AdapterNotFoundError
 from lorax_server.server.http.error_responses import EXPECTED_FORMS
 from lorax_server.server.schemas.openai import ChatCompletionRequest, CompletionRequest, Message
+from lorax_server.server.schemas.pooling import EmbeddingRequest, LabelRequest, RerankRequest, ScoreRequest
+from lorax_server.server.schemas.responses import ResponsesRequest
 from tests.server.fake_server import Reply, Routes, chat, complete, generate
 
 NATIVE, CHAT, COMPLETIONS = "/generate", "/v1/chat/completions", "/v1/completions"
@@ -100,6 +102,13 @@ WRONG: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
     ),
     "half a salt": (CHAT, chat(cache_salt="\ud800"), "cache_salt", "invalid_value", "lone surrogate (\\ud800"),
     "half a stop string": (CHAT, chat(stop=["a", "\ud800"]), "stop", "invalid_value", "lone surrogate (\\ud800"),
+    "a number": (
+        "/v1/responses",
+        {"input": 5},
+        "input",
+        "invalid_type",
+        "input: Input should be a string or a list of",
+    ),
     "no such token": (COMPLETIONS, complete(prompt=[10**6]), "prompt", "invalid_value", "beyond the vocabulary"),
     "a format": (
         *(CHAT, chat(response_format={"type": "xml"})),
@@ -166,7 +175,10 @@ def test_models_route_accepts_trailing_slash(routes: Templated) -> None:
 
 def test_every_union_field_has_error_description() -> None:
     """Without a description, the error would expose internal type names."""
-    schemas: tuple[type[BaseModel], ...] = (ChatCompletionRequest, CompletionRequest, Message)
+    schemas: tuple[type[BaseModel], ...] = (
+        *(ChatCompletionRequest, CompletionRequest, Message, ResponsesRequest),
+        *(EmbeddingRequest, LabelRequest, RerankRequest, ScoreRequest),
+    )
     for schema in schemas:
         for name, field in schema.model_fields.items():
             kinds = [each for each in get_args(field.annotation) if each is not type(None)]
