@@ -66,9 +66,11 @@ class PackedTensor(QuantizedTensor):
         return count_groups(self.require_part("weight_scale").shape)
 
     def estimate_bytes(self, dtype: torch.dtype, device: torch.device) -> float:
-        stored = self.parts.get("weight_g_idx")
-        if stored is not None and self.is_converted(self._find_groups(self.read(stored))):
-            return math.prod(self.shape) * dtype.itemsize
+        if "weight_g_idx" in self.parts:
+            groups = self.read(self.parts["weight_g_idx"])
+            self._check_group_indices(groups)
+            if self.is_converted(self._find_groups(groups)):
+                return math.prod(self.shape) * dtype.itemsize
         return super().estimate_bytes(dtype, device)
 
     @property
@@ -87,12 +89,15 @@ class PackedTensor(QuantizedTensor):
             self.check_part(parts, "weight_zero_point", shape, [torch.int32])
         if "weight_g_idx" not in parts:
             self.check_groups()
-        if "weight_g_idx" in parts:
-            self.check_part(parts, "weight_g_idx", (inputs,), INDEX_DTYPES)
-            if int(parts["weight_g_idx"].max()) >= num_groups:
-                raise WeightsError(
-                    f"{self.path}: tensor '{self.prefix}weight_g_idx' must contain numbers below {num_groups}"
-                )
+        else:
+            self._check_group_indices(parts["weight_g_idx"])
+
+    def _check_group_indices(self, groups: torch.Tensor) -> None:
+        self.check_part({"weight_g_idx": groups}, "weight_g_idx", (self.shape[1],), INDEX_DTYPES)
+        if int(groups.max()) >= self.num_groups:
+            raise WeightsError(
+                f"{self.path}: tensor '{self.prefix}weight_g_idx' must contain numbers below {self.num_groups}"
+            )
 
     def prepare(self, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the zero points `[outputs, groups]`, and the result of `find_groups`."""

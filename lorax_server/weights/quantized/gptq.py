@@ -51,9 +51,11 @@ class GPTQTensor(QuantizedTensor):
         return int(shape[0]) if len(shape) == 2 else 0
 
     def estimate_bytes(self, dtype: torch.dtype, device: torch.device) -> float:
-        stored = self.parts.get("g_idx") if self.config.is_reordered else None
-        if stored is not None and self.is_converted(self._find_groups(self.read(stored))):
-            return math.prod(self.shape) * dtype.itemsize
+        if self.config.is_reordered and "g_idx" in self.parts:
+            groups = self.read(self.parts["g_idx"])
+            self._check_group_indices(groups)
+            if self.is_converted(self._find_groups(groups)):
+                return math.prod(self.shape) * dtype.itemsize
         return super().estimate_bytes(dtype, device)
 
     @property
@@ -68,11 +70,14 @@ class GPTQTensor(QuantizedTensor):
         self.check_scales(parts, "scales", (num_groups, outputs))
         self.check_part(parts, "qzeros", (num_groups, outputs * self.bits // WORD_BITS), [torch.int32])
         if "g_idx" in parts:
-            self.check_part(parts, "g_idx", (inputs,), INDEX_DTYPES)
-            if not 0 <= int(parts["g_idx"].min()) <= int(parts["g_idx"].max()) < num_groups:
-                raise WeightsError(
-                    f"{self.path}: tensor '{self.prefix}g_idx' must contain numbers from 0 to {num_groups - 1}"
-                )
+            self._check_group_indices(parts["g_idx"])
+
+    def _check_group_indices(self, groups: torch.Tensor) -> None:
+        self.check_part({"g_idx": groups}, "g_idx", (self.shape[1],), INDEX_DTYPES)
+        if not 0 <= int(groups.min()) <= int(groups.max()) < self.num_groups:
+            raise WeightsError(
+                f"{self.path}: tensor '{self.prefix}g_idx' must contain numbers from 0 to {self.num_groups - 1}"
+            )
 
     def _find_group_size(self) -> int:
         """Return the number of inputs per group. The last group is smaller if the size in the config says so."""
