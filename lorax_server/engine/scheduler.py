@@ -475,7 +475,8 @@ class Scheduler:
         num_running = len(self._running)
         if self._drafter is None or not self.limits.num_draft_heads or not self._drafter.can_draft(num_running):
             return False
-        return self._count_spare_tokens() >= num_running
+        has_speculation = any(sequence.request.speculation for sequence in self._running)
+        return has_speculation and self._count_spare_tokens() >= num_running
 
     # --- Starting and stopping ----------------------------------------------------------------------------------------
 

@@ -98,10 +98,13 @@ def load_draft_heads(folder: Path, lm_head: MultiAdapterHead, **placement: Unpac
         )
     weights = Weights(tensors, source=str(path), **placement)
     hidden_size = lm_head.linear.shape[1]
-    with torch.no_grad():
-        heads = DraftHeads(
-            weights, num_heads, num_blocks, hidden_size, lm_head.vocab_size, has_lm_heads=bool(own_heads)
-        )
+    try:
+        with torch.no_grad():
+            heads = DraftHeads(
+                weights, num_heads, num_blocks, hidden_size, lm_head.vocab_size, has_lm_heads=bool(own_heads)
+            )
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"{path}: GPU memory is not sufficient for the draft heads; omit draft_heads") from error
     return heads.eval()
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from lorax_server import build
 from lorax_server.config import ModelConfig
 from lorax_server.distributed import FakeGroup, ProcessGroup
-from lorax_server.errors import LoraxError
+from lorax_server.errors import ConfigError, LoraxError
 from lorax_server.layers.linear import MultiAdapterHead
 from lorax_server.llm import LLM
 from lorax_server.models.draft_heads import DraftHeads, load_draft_heads
@@ -154,6 +155,15 @@ def test_bad_heads_are_rejected(case: str, tmp_path: Path) -> None:
         guess(FakeGroup(), folder, torch.zeros(1, HIDDEN_SIZE))
 
 
+def test_heads_that_do_not_fit_into_memory_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_out_of_memory(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(DraftHeads, "__init__", run_out_of_memory)
+    with pytest.raises(ConfigError, match="GPU memory is not sufficient for the draft heads"):
+        guess(FakeGroup(), write_heads(tmp_path, make_heads(1), 1), torch.zeros(1, HIDDEN_SIZE))
+
+
 def test_heads_enable_speculation(tmp_path: Path) -> None:
     folder = write_heads(tmp_path, make_heads(2), 2)
     with LLM(MODEL, draft_heads=folder, **PLAIN) as llm:
@@ -161,8 +171,8 @@ def test_heads_enable_speculation(tmp_path: Path) -> None:
         assert llm.status.drafted_tokens > 0
 
 
-def test_heads_do_not_run_for_large_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Above `speculation_max_batch_size`, no step runs the heads."""
+def test_heads_run_only_for_possible_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps with more than `speculation_max_batch_size` sequences, or without speculation, do not run the heads."""
     folder = write_heads(tmp_path, make_heads(2), 2)
     sizes: list[int] = []
 
@@ -174,6 +184,7 @@ def test_heads_do_not_run_for_large_batches(tmp_path: Path, monkeypatch: pytest.
     settings = SETTINGS | {"cache_tokens": 4000, "draft_heads": folder, "speculative_tokens": 2}
     with LLM(MODEL, ADAPTERS, **settings, speculation_max_batch_size=1) as llm:
         llm.generate([[5, 6], [5, 7]], stop=StopParams(max_new_tokens=6, ignore_eos=True))
+        assert build.warm_up(llm._engine) > 0
         assert not sizes
         llm.generate([5, 6], stop=StopParams(max_new_tokens=6, ignore_eos=True))
         assert sizes
