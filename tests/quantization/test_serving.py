@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 
 from lorax_server.config import ModelConfig
 from lorax_server.distributed import FakeGroup, ProcessGroup
 from lorax_server.errors import ConfigError
+from lorax_server.files.names import WEIGHTS_FILE
 from lorax_server.kernels import BlockMatrix, reference
 from lorax_server.layers.targets import collect_adapter_targets
 from lorax_server.llm import LLM
@@ -74,8 +76,10 @@ def test_adapter_on_quantized_checkpoint_matches_peft(name: str, adapter: str, t
     assert (base - plain).abs().max() < TOLERANCE
 
 
-def test_completions_with_reordered_inputs_do_not_depend_on_the_batch(tmp_path: Path) -> None:
-    """The native kernels and graphs of CPUs apply adapters to the reordered inputs."""
+def test_completions_with_reordered_inputs_do_not_depend_on_batches_and_updates(tmp_path: Path) -> None:
+    """The native kernels and graphs of CPUs apply adapters to the reordered inputs. Updates with the same weights also
+    reorder the inputs.
+    """
     oracle, folder = make_oracle(vocab_size=VOCAB), tmp_path / "model"
     write_checkpoint(folder, oracle, "gptq-act-order")
     save_tokenizer(folder)
@@ -87,7 +91,11 @@ def test_completions_with_reordered_inputs_do_not_depend_on_the_batch(tmp_path: 
     with LLM(folder, {"tuned": tmp_path / "adapter"}, device="cpu", max_num_seqs=8, cache_bytes=2**22) as llm:
         alone = [llm.generate(prompt, stop=stop, adapter=name)[0] for prompt, name in zip(prompts, names, strict=True)]
         together = llm.generate(prompts, stop=stop, adapter=names)
-    assert [(each.token_ids, each.logprobs) for each in together] == [(each.token_ids, each.logprobs) for each in alone]
+        llm.update_adapter("tuned", load_file(tmp_path / "adapter" / WEIGHTS_FILE))
+        updated = llm.generate(prompts, stop=stop, adapter=names)
+    expected = [(each.token_ids, each.logprobs) for each in alone]
+    for completions in (together, updated):
+        assert [(each.token_ids, each.logprobs) for each in completions] == expected
 
 
 @pytest.mark.parametrize(
