@@ -208,3 +208,19 @@ def test_adapter_metrics_do_not_list_combinations(routes: Routes) -> None:
     lines = routes.get("/metrics").body.decode().splitlines()
     labels = [line for line in lines if line.startswith("lorax_adapter_requests_total{")]
     assert labels == ['lorax_adapter_requests_total{adapter="other"} 1.0']
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (NATIVE, generate(models=["poet"]), "use `adapter_ids` instead"),
+        (CHAT, chat(adapter_ids=["poet"]), "use `models` instead"),
+        (COMPLETIONS, complete(adapter_ids=["poet"]), "use `models` instead"),
+        ("/v1/responses", {"input": "a", "models": ["poet"]}, "`models` is not supported"),
+    ],
+)
+def test_field_of_another_route_is_rejected(path: str, body: dict[str, Any], message: str, routes: Routes) -> None:
+    """Otherwise, the base model would complete the prompt."""
+    reply = routes.post(path, body)
+    assert reply.status in (400, 422)
+    assert message in reply.message
