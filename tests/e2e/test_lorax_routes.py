@@ -235,6 +235,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"top_p": 0}, "`top_p` must be > 0.0 and < 1.0"),
     ({"typical_p": 1}, "`typical_p` must be > 0.0 and < 1.0"),
     ({"top_k": 0}, "`top_k` must be strictly positive"),
+    ({"top_k": 2**31}, "`top_k` must be less than 2147483648"),
     ({"return_k_alternatives": 0}, "`return_k_alternatives` must be strictly positive"),
     ({"max_new_tokens": 0}, "`max_new_tokens` must be strictly positive"),
     ({"stop": list("abcde")}, "`stop` supports up to 4 stop sequences. Given: 5"),

@@ -324,7 +324,8 @@ def _check_ranges(parameters: GenerateParameters, config: ServerConfig) -> None:
         (parameters.presence_penalty, _is_valid_penalty, "`presence_penalty` must be >= -2.0 and <= 2.0"),
         (parameters.top_p, lambda value: 0 < value <= 1, "`top_p` must be > 0.0 and < 1.0"),
         (parameters.typical_p, lambda value: 0 < value < 1, "`typical_p` must be > 0.0 and < 1.0"),
-        (parameters.top_k, lambda value: 1 <= value < 2**31, "`top_k` must be strictly positive"),
+        (parameters.top_k, lambda value: value >= 1, "`top_k` must be strictly positive"),
+        (parameters.top_k, lambda value: value < 2**31, f"`top_k` must be less than {2**31}"),
         (alternatives, lambda value: value >= 1, "`return_k_alternatives` must be strictly positive"),
         (
             alternatives,
