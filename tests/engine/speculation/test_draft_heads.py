@@ -61,17 +61,20 @@ def test_all_ranks_guess_the_same(tmp_path: Path, ranks: RankPool) -> None:
 
 
 @pytest.mark.usefixtures("equal_step_times")
-@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
-def test_correct_guesses_save_steps(max_steps_in_flight: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("device", "max_steps_in_flight"), [("cpu", 1), ("cpu", 2), pytest.param("cuda", 2, marks=pytest.mark.gpu)]
+)
+def test_correct_guesses_save_steps(device: str, max_steps_in_flight: int, tmp_path: Path) -> None:
     """The heads are trained on two completions, so almost all their guesses are correct. During the first completion,
     the drafter measures step times.
     """
     prompts = [make_prompt(request.prompt) for request in make_requests(2, 11)]
-    with LLM(MODEL, **PLAIN) as llm:
+    settings = PLAIN | {"device": device, "dtype": "float32"}
+    with LLM(MODEL, **settings) as llm:
         expected = llm.generate(prompts, SamplingParams(), STOP)
     texts = [[*completion.prompt_ids, *completion.token_ids] for completion in expected]
     folder = write_heads(tmp_path, train_heads(texts, 3, 60), 3)
-    settings = PLAIN | {"speculative_tokens": 3, "max_steps_in_flight": max_steps_in_flight}
+    settings |= {"speculative_tokens": 3, "max_steps_in_flight": max_steps_in_flight}
     with LLM(MODEL, draft_heads=folder, **settings) as llm:
         (first,) = llm.generate(prompts[0], SamplingParams(), STOP)
         before = llm.status
