@@ -108,6 +108,8 @@ class LLM:
         # Scripts submit all prompts together, so requests must not be rejected or time out while they wait.
         settings.setdefault("max_waiting", None)
         settings.setdefault("adapter_timeout_s", math.inf)
+        if settings.get("draft_heads") is not None:
+            settings["draft_heads"] = Path(settings["draft_heads"])
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         phases = Phases()
         with phases.measure("tokenizer"):

@@ -169,7 +169,7 @@ def test_heads_that_do_not_fit_into_memory_are_rejected(tmp_path: Path, monkeypa
 
 def test_heads_enable_speculation(tmp_path: Path) -> None:
     folder = write_heads(tmp_path, make_heads(2), 2)
-    with LLM(MODEL, draft_heads=folder, **PLAIN) as llm:
+    with LLM(MODEL, draft_heads=str(folder), **PLAIN) as llm:
         llm.generate([5, 6], stop=STOP)
         assert llm.status.drafted_tokens > 0
 
