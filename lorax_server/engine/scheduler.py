@@ -31,8 +31,8 @@ class Drafter(Protocol):
     ) -> Mapping[Sequence, Iterable[int]]:
         """Return draft tokens for the positions after the sequences' last tokens, at most `max_tokens` in total."""
 
-    def can_draft(self, num_running: int) -> bool:
-        """Return True if steps with this number of sequences may have draft tokens."""
+    def must_run_heads(self, num_running: int) -> bool:
+        """Return True if the next step should run the draft heads. Call this once per step."""
 
     def waits(self, sequences: Iterable[Sequence], num_running: int, max_tokens: int) -> bool:
         """Return True if the next step should wait for the tokens in flight, because drafts continue known tokens."""
@@ -473,10 +473,10 @@ class Scheduler:
     def _must_run_draft_heads(self) -> bool:
         """Return True if the next step may verify tokens that draft heads guess in this step."""
         num_running = len(self._running)
-        if self._drafter is None or not self.limits.num_draft_heads or not self._drafter.can_draft(num_running):
+        if self._drafter is None or not self.limits.num_draft_heads or self._count_spare_tokens() < num_running:
             return False
         has_speculation = any(sequence.request.speculation for sequence in self._running)
-        return has_speculation and self._count_spare_tokens() >= num_running
+        return has_speculation and self._drafter.must_run_heads(num_running)
 
     # --- Starting and stopping ----------------------------------------------------------------------------------------
 

@@ -148,7 +148,7 @@ class RandomDrafter:
             tokens.append(next_token(adapter, tokens) if is_right else self._random.randrange(VOCAB))
         return tokens[len(sequence.token_ids) :]
 
-    def can_draft(self, num_running: int) -> bool:
+    def must_run_heads(self, num_running: int) -> bool:
         return True
 
     def waits(self, sequences: Iterable[Sequence], num_running: int, max_tokens: int) -> bool:

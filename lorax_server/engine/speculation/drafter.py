@@ -7,6 +7,7 @@ from heapq import heapify, heappop, heapreplace
 from lorax_server.engine.sequence import Sequence
 from lorax_server.engine.speculation.completion_index import ORDERS, AdapterHistory, Histories
 from lorax_server.engine.speculation.guess import Guess
+from lorax_server.engine.speculation.head_trial import HeadTrial
 from lorax_server.engine.speculation.prompt_lookup import KINDS, PromptLookup
 from lorax_server.engine.speculation.step_costs import StepCosts
 
@@ -23,14 +24,21 @@ class _SequenceState:
         self.lookup = PromptLookup(len(sequence.request.prompt_ids))
         self.first = 0  # position of the first guessed token
         self.guesses: list[Guess] = []
+        self.num_drafted = 0  # leading guesses that were used as draft tokens
 
-    def check_guesses(self, token_ids: list[int]) -> None:
-        """Record which of the last guesses were correct, and start new guesses after these tokens."""
-        for guess, token_id in zip(self.guesses, token_ids[self.first :], strict=False):
+    def check_guesses(self, token_ids: list[int]) -> int:
+        """Record which of the last guesses were correct, and start new guesses after these tokens.
+
+        Return the number of correct draft tokens that draft heads guessed.
+        """
+        num_from_heads = 0
+        for number, (guess, token_id) in enumerate(zip(self.guesses, token_ids[self.first :], strict=False)):
             self.history.accuracy.record(guess.kind, guess.token_id == token_id)
             if guess.token_id != token_id:
                 break
-        self.first, self.guesses = len(token_ids), []
+            num_from_heads += number < self.num_drafted and guess.kind >= HEAD_KINDS
+        self.first, self.guesses, self.num_drafted = len(token_ids), [], 0
+        return num_from_heads
 
 
 class SpeculativeDrafter:
@@ -56,6 +64,7 @@ class SpeculativeDrafter:
         self._max_batch_size = max_batch_size
         self._histories = histories or Histories()
         self._costs = costs or StepCosts()
+        self._head_trial = HeadTrial()
         self._states: dict[Sequence, _SequenceState] = {}
         self._speedup = MIN_GAIN  # expected speedup of the last drafts
         self._retry_steps = 1  # steps until the next attempt if `waits` finds no drafts
@@ -66,15 +75,18 @@ class SpeculativeDrafter:
         """The number of sequences with state."""
         return len(self._states)
 
-    def can_draft(self, num_running: int) -> bool:
-        """Return True if steps with this number of sequences may have draft tokens."""
-        return self._max_batch_size is None or num_running <= self._max_batch_size
+    def must_run_heads(self, num_running: int) -> bool:
+        """Return True if the next step should run the draft heads."""
+        is_small = self._max_batch_size is None or num_running <= self._max_batch_size
+        return is_small and self._head_trial.start_step(num_running)
 
     def propose(self, sequences: Iterable[Sequence], num_running: int, max_tokens: int) -> dict[Sequence, list[int]]:
         """Return draft tokens for the positions after the sequences' last tokens, at most `max_tokens` in total."""
         drafts = self._plan(sequences, num_running, max_tokens)
         if drafts:
             self._retry_steps = 1
+        for sequence, draft in drafts.items():
+            self._states[sequence].num_drafted = len(draft)
         return drafts
 
     def waits(self, sequences: Iterable[Sequence], num_running: int, max_tokens: int) -> bool:
@@ -109,7 +121,7 @@ class SpeculativeDrafter:
 
         Tokens are added in the order of their probability. Every step size is a candidate.
         """
-        if not self.can_draft(num_running):
+        if self._max_batch_size is not None and num_running > self._max_batch_size:
             return {}
         max_tokens = min(max_tokens, num_running * self._max_tokens)
         if max_tokens <= 0 or self._costs.must_measure_plain(num_running, self._speedup):
@@ -156,7 +168,7 @@ class SpeculativeDrafter:
         state = self._states.get(sequence)
         if state is None:
             state = self._states[sequence] = _SequenceState(sequence, self._find_history(sequence))
-        state.check_guesses(sequence.token_ids)
+        self._head_trial.record_accepted(state.check_guesses(sequence.token_ids))
         num_in_flight, probability = sequence.num_in_flight, 1.0
         max_tokens = min(self._max_tokens, sequence.num_remaining - 1)
         for number, (guess, likely) in enumerate(self._guess_tokens(sequence)):

@@ -50,7 +50,7 @@ class NoisyOracle:
         draft = known[0][len(generated) :][: self._random.randint(0, 8)]
         return [token_id if self._random.random() < 0.9 else self._random.randrange(500) for token_id in draft]
 
-    def can_draft(self, num_running: int) -> bool:
+    def must_run_heads(self, num_running: int) -> bool:
         return True
 
     def waits(self, sequences: Iterable[EngineSequence], num_running: int, max_tokens: int) -> bool:
