@@ -13,7 +13,8 @@ from lorax_server.engine.speculation.step_costs import StepCosts
 
 MIN_GAIN = 1.05  # expected speedup below which no tokens are drafted, because estimates are not exact
 HEAD_KINDS = KINDS + 8 * len(ORDERS)  # guesses of draft heads: one kind per head
-MAX_RETRY_STEPS = 16  # steps between attempts if no drafts are likely and several steps are in flight
+MAX_FAILURES = 8  # consecutive attempts without draft tokens after which a sequence waits before the next attempt
+MAX_RETRY_STEPS = 16  # maximum number of steps until the next attempt
 
 
 class _SequenceState:
@@ -25,6 +26,14 @@ class _SequenceState:
         self.first = 0  # position of the first guessed token
         self.guesses: list[Guess] = []
         self.num_drafted = 0  # leading guesses that were used as draft tokens
+        self.num_failures = 0  # consecutive attempts without draft tokens
+        self.next_attempt = 0  # number of tokens before the next attempt
+
+    def record_attempt(self, num_tokens: int, *, has_draft: bool) -> None:
+        """Record whether the sequence got draft tokens. After several failures, wait before the next attempt."""
+        self.num_failures = 0 if has_draft else self.num_failures + 1
+        if self.num_failures > MAX_FAILURES:
+            self.next_attempt = num_tokens + min(2 ** (self.num_failures - MAX_FAILURES), MAX_RETRY_STEPS)
 
     def check_guesses(self, token_ids: list[int]) -> int:
         """Record which of the last guesses were correct, and start new guesses after these tokens.
@@ -131,7 +140,9 @@ class SpeculativeDrafter:
         min_rate = MIN_GAIN * plain_rate
         if all(size <= min_rate * seconds for size, seconds in sizes):
             return {}  # drafts would not save time if all their tokens were correct
-        drafts = [(sequence, list[int]()) for sequence in sequences]
+        drafts = [
+            (each, list[int]()) for each in sequences if self._find_state(each).next_attempt <= len(each.token_ids)
+        ]
         extensions = [self._extend(sequence, token_ids) for sequence, token_ids in drafts]
         firsts = [(-next(extension, 0.0), index) for index, extension in enumerate(extensions)]
         heap = [first for first in firsts if first[0]]  # next token of each draft, most likely token first
@@ -158,6 +169,8 @@ class SpeculativeDrafter:
                 best_rate, num_best = expected / seconds, len(chosen)
         self._speedup = best_rate / plain_rate
         counts = Counter(chosen[:num_best])
+        for index, (sequence, _) in enumerate(drafts):
+            self._states[sequence].record_attempt(len(sequence.token_ids), has_draft=index in counts)
         return {drafts[index][0]: drafts[index][1][:count] for index, count in counts.items()}
 
     def _extend(self, sequence: Sequence, token_ids: list[int]) -> Iterator[float]:
@@ -165,9 +178,7 @@ class SpeculativeDrafter:
 
         Guesses for tokens in flight are assumed to be correct.
         """
-        state = self._states.get(sequence)
-        if state is None:
-            state = self._states[sequence] = _SequenceState(sequence, self._find_history(sequence))
+        state = self._states[sequence]
         self._head_trial.record_accepted(state.check_guesses(sequence.token_ids))
         num_in_flight, probability = sequence.num_in_flight, 1.0
         max_tokens = min(self._max_tokens, sequence.num_remaining - 1)
@@ -209,6 +220,12 @@ class SpeculativeDrafter:
             is_copy = position and token_ids[position] == guess.token_id
             position = position + 1 if is_copy and position + 1 < len(token_ids) else 0
             length += 1
+
+    def _find_state(self, sequence: Sequence) -> _SequenceState:
+        state = self._states.get(sequence)
+        if state is None:
+            state = self._states[sequence] = _SequenceState(sequence, self._find_history(sequence))
+        return state
 
     def _find_history(self, sequence: Sequence) -> AdapterHistory:
         request = sequence.request

@@ -1,13 +1,13 @@
 """Draft tokens from prompts and from earlier completions."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
 from lorax_server.engine.sequence import Sequence as EngineSequence
 from lorax_server.engine.speculation.completion_index import ENTRY_BYTES, MAX_HISTORIES, CompletionIndex, Histories
-from lorax_server.engine.speculation.drafter import MAX_RETRY_STEPS, SpeculativeDrafter
+from lorax_server.engine.speculation.drafter import MAX_FAILURES, MAX_RETRY_STEPS, SpeculativeDrafter
 from lorax_server.engine.speculation.guess import Accuracy
 from lorax_server.engine.speculation.prompt_lookup import MAX_PROMPT_TOKENS, PromptLookup
 from lorax_server.engine.speculation.step_costs import (
@@ -229,6 +229,30 @@ def test_wrong_guesses_stop_drafts() -> None:
         sequence.token_ids.append(tokens[number] + number % 7)
         drafts.append(propose(drafter, sequence, 1))
     assert sum(map(len, drafts[-100:])) < 10
+
+
+def test_unpredictable_sequences_are_rarely_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other sequences are tried in every step, and the sequence is tried again when its text becomes predictable."""
+    drafter, tried = make_drafter(), list[EngineSequence]()
+    unpredictable, repetitive = make_sequence([1]), make_sequence([1, *TEXT, 2], [3, *TEXT])
+    extend = drafter._extend
+
+    def record(sequence: EngineSequence, token_ids: list[int]) -> Iterator[float]:
+        tried.append(sequence)
+        return extend(sequence, token_ids)
+
+    monkeypatch.setattr(drafter, "_extend", record)
+    for number in range(200):
+        unpredictable.token_ids.append(1000 + number)
+        repetitive.token_ids.append(TEXT[number % len(TEXT)])
+        assert unpredictable not in drafter.propose([unpredictable, repetitive], 2, MAX_ROWS)
+    assert tried.count(repetitive) == 200
+    assert tried.count(unpredictable) < 200 / MAX_RETRY_STEPS + MAX_FAILURES + 5
+    drafts = []
+    for number in range(100):
+        unpredictable.token_ids.append(TEXT[number % len(TEXT)])
+        drafts.append(propose(drafter, unpredictable, 1))
+    assert all(drafts[-40:])
 
 
 def test_accuracy_follows_recent_guesses() -> None:
