@@ -202,6 +202,14 @@ def test_invalid_tensors_are_rejected_and_old_weights_stay(what: str, versions: 
     assert llm.status.adapters_on_host == 1
 
 
+@pytest.mark.parametrize("tensors", [[torch.zeros(2)], "file.safetensors", {"a.lora_A.weight": "zero"}], ids=str)
+def test_arguments_of_other_types_are_rejected(tensors: Any, versions: Versions, llm: LLM) -> None:
+    with pytest.raises(AdapterError, match=r"'poet'.*tensor"):
+        llm.update_adapter("poet", tensors)
+    with pytest.raises(AdapterError, match=r"config must be a PEFT config or a mapping \(got str\)"):
+        llm.update_adapter("poet", versions.tensors[1], "adapter_config.json")
+
+
 def test_unknown_choice_for_running_requests_is_rejected(versions: Versions, llm: LLM) -> None:
     with pytest.raises(InputError, match="'finish' or 'move'"):
         llm.update_adapter("poet", versions.tensors[1], running="stop")

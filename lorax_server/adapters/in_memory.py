@@ -20,22 +20,22 @@ TRANSFER_BYTES = 64 * 2**20  # from a GPU at a time, because a transfer needs te
 def parse_peft_config(config: Any, name: str) -> AdapterConfig:
     """Return the parsed config. `config` is a PEFT config, or a mapping as in `adapter_config.json`."""
     raw = config.to_dict() if hasattr(config, "to_dict") else config
+    if not isinstance(raw, Mapping):
+        raise AdapterError(f"adapter {name!r}: config must be a PEFT config or a mapping (got {type(raw).__name__})")
     try:
         return parse_config(json.loads(json.dumps(raw, default=list)), name)  # PEFT uses sets
     except (TypeError, ValueError) as error:
         raise AdapterError(f"adapter {name!r}: config cannot be read: {error}") from error
 
 
-def make_spec(
-    name: str, tensors: Mapping[str, torch.Tensor], config: AdapterConfig, max_inputs: int, copies: bool = True
-) -> AdapterSpec:
-    """Return a spec with a new identity for an adapter's tensors. The tensors are not hashed.
+def make_spec(name: str, tensors: Any, config: AdapterConfig, max_inputs: int, copies: bool = True) -> AdapterSpec:
+    """Return a spec with a new identity for an adapter's tensors, given by name. The tensors are not hashed.
 
     Without `copies`, tensors on the CPU are not copied. Call `release_tensors` before the caller can change them.
     """
-    if not tensors:
-        raise AdapterError(f"adapter {name!r}: `tensors` is empty")
-    given = {key: torch.as_tensor(each).detach().contiguous() for key, each in tensors.items()}
+    if not isinstance(tensors, Mapping) or not tensors:
+        raise AdapterError(f"adapter {name!r}: `tensors` must be a mapping from tensor names to tensors, and not empty")
+    given = {key: _to_tensor(key, each, name) for key, each in tensors.items()}
     on_gpu = {key: each for key, each in given.items() if not each.is_cpu}
     given |= copy_to_host(on_gpu)
     if copies:  # separate tensors, because a view is pickled with all the memory that it refers to
@@ -44,6 +44,13 @@ def make_spec(
     identity = uuid.uuid4().hex
     checkpoint = AdapterCheckpoint(Path(), config, (), identity, in_memory=InMemoryWeights(given))
     return AdapterSpec(identity, name, (checkpoint,), num_elements)
+
+
+def _to_tensor(key: Any, value: Any, name: str) -> torch.Tensor:
+    try:
+        return torch.as_tensor(value).detach().contiguous()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise AdapterError(f"adapter {name!r}: {str(key)!r} cannot be read as a tensor: {error}") from error
 
 
 def release_tensors(spec: AdapterSpec) -> None:
