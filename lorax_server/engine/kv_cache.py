@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from lorax_server.engine.block_pool import BlockPool
 from lorax_server.engine.sequence import Sequence
 
-# If two prompts begin with at least this many equal tokens, the second waits until the first has computed them.
+# Two new sequences whose prompts begin with the same tokens do not compute them twice if there are at least this many:
+# the second sequence waits for the first.
 MIN_SHARED_TOKENS = 64
 
 

@@ -32,7 +32,7 @@ class Drafter(Protocol):
         """Return draft tokens for the positions after the sequences' last tokens, at most `max_tokens` in total."""
 
     def must_run_heads(self, num_running: int) -> bool:
-        """Return True if the next step should run the draft heads. Call this once per step."""
+        """Return True if the next step should run the draft heads. This counts steps, so call it once per step."""
 
     def waits(self, sequences: Iterable[Sequence], num_running: int, max_tokens: int) -> bool:
         """Return True if the next step should wait for the tokens in flight, because drafts continue known tokens."""

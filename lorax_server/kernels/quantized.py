@@ -294,7 +294,7 @@ def float8_levels(device: torch.device, dtype: torch.dtype = torch.float8_e4m3fn
 
 
 def is_same_table(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
-    """Return True if two tables of levels are bitwise equal, or if both are None."""
+    """Return True if two tables of levels contain the same bits, or if both are None."""
     if first is None or second is None or first is second:
         return first is second
     return torch.equal(first.view(torch.int32), second.view(torch.int32))

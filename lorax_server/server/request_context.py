@@ -77,8 +77,8 @@ class RequestOptions:
     speculation: bool = True
 
     def count_logprobs(self, num_prompt_tokens: int, num_tokens: int, is_streamed: bool) -> int:
-        """Return the number of log probabilities that the request keeps in memory. Streams keep only those of the
-        prompt.
+        """Return the number of log probabilities that the request keeps in memory. For streams, these are only the log
+        probabilities of prompt tokens.
         """
         count = 0
         if not is_streamed and (self.logprobs or self.sampling.num_alternatives):
@@ -129,7 +129,7 @@ class RequestContext:
     async def run(self, handler: RouteHandler) -> Response:
         """Run the route handler and return its response. Exceptions become error responses.
 
-        If the response is a stream, the request finishes when the stream ends.
+        A request with a streamed response finishes when the stream ends.
         """
         self.service.metrics.count_request()
         self.service.running.add(self)

@@ -68,7 +68,7 @@ class Ticket(NamedTuple):
 
 
 class MaskedTicket(NamedTuple):
-    """A step whose logits are computed and whose sampling waits for token masks."""
+    """A step in flight with computed logits. Its tokens cannot be sampled before the token masks are available."""
 
     plan: StepPlan
     tokens: StepTokens
@@ -307,7 +307,7 @@ class PagedRunner:
     def _fetch(self, ticket: Ticket) -> Ticket:
         """Start copying the results to the host, and return a ticket for the copies.
 
-        With the ticket's event, `collect` waits for this step only.
+        `collect` waits for the ticket's event, so it does not wait for later steps.
         """
         if is_host(self._device):
             return ticket

@@ -13,7 +13,7 @@ from lorax_server.engine.speculation.step_costs import StepCosts
 
 MIN_GAIN = 1.05  # expected speedup below which no tokens are drafted, because estimates are not exact
 HEAD_KINDS = KINDS + 8 * len(ORDERS)  # guesses of draft heads: one kind per head
-MAX_FAILURES = 8  # consecutive attempts without draft tokens after which a sequence waits before the next attempt
+MAX_FAILURES = 8  # attempts in a row without draft tokens; after more of them, a sequence is tried less often
 MAX_RETRY_STEPS = 16  # maximum number of steps until the next attempt
 
 
@@ -51,8 +51,8 @@ class _SequenceState:
 
 
 class SpeculativeDrafter:
-    """Guesses tokens from the request's own text, from earlier completions of the same adapter and tenant, and from the
-    guesses of draft heads.
+    """Guesses tokens from the request's own text, from earlier completions of the same adapter and tenant, and with
+    draft heads.
 
     The number of draft tokens is chosen for the whole batch, so that the expected number of tokens per second is
     maximal. It depends on the accuracy of earlier guesses of the same kind, and on measured step times. Guesses and
@@ -85,7 +85,7 @@ class SpeculativeDrafter:
         return len(self._states)
 
     def must_run_heads(self, num_running: int) -> bool:
-        """Return True if the next step should run the draft heads."""
+        """Return True if the next step should run the draft heads. This counts steps, so call it once per step."""
         is_small = self._max_batch_size is None or num_running <= self._max_batch_size
         return is_small and self._head_trial.start_step(num_running)
 

@@ -26,7 +26,7 @@ class RequestRecord:
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
     generated_tokens: int = 0
     drafted_tokens: int = 0  # draft tokens that were verified
-    skipped_tokens: int = 0  # generated tokens that needed no step of their own, because a draft token was accepted
+    skipped_tokens: int = 0  # generated tokens that were accepted from a draft, so they needed no additional step
     max_new_tokens: int = 0
     total_s: float = 0.0
     validation_s: float = 0.0  # until submission to the engine; includes adapter resolution and tokenization
