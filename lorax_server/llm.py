@@ -26,7 +26,7 @@ import torch
 from tqdm import tqdm
 
 from lorax_server.adapters.config import check_base_model
-from lorax_server.adapters.in_memory import make_spec, parse_peft_config, release_tensors
+from lorax_server.adapters.in_memory import make_spec, move_to_host, parse_peft_config, release_tensors
 from lorax_server.adapters.spec import AdapterSpec
 from lorax_server.build import build_engine
 from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
@@ -375,11 +375,21 @@ class LLM:
         check_base_model(parsed, capabilities.model_type, capabilities.model_class, None, capabilities.task)
         spec = make_spec(adapter_id, tensors, parsed, capabilities.max_inputs, self._has_ranks)
         try:
+            packed = self._engine.pack(spec)
+            if packed is None:
+                move_to_host(spec)
             with self._lock_engine():
-                self._engine.register(spec)
                 is_pinned = any(each.is_pinned for each in self._engine.list_adapters([present.identity]))
-                loading = self._engine.load(spec.identity, is_pinned)
-            has_switched = False
+                if packed is not None:
+                    loading = self._engine.load_packed(spec, packed, is_pinned)
+                else:
+                    self._engine.register(spec)
+                    loading = self._engine.load(spec.identity, is_pinned)
+                has_switched = loading.done()
+                if has_switched:
+                    loading.result()
+                    self._switch(adapter_id, spec, present, running)
+                    self._run_step()  # copies the packed adapter
             while not has_switched:
                 self._engine.wait()
                 with self._lock_engine():

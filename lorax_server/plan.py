@@ -23,6 +23,7 @@ class PrepareOp:
     """Worker operation: prepare an adapter in host memory. `PrepareResult` reports the result."""
 
     spec: AdapterSpec
+    is_packed: bool = False  # `Executor.pack` has packed the adapter and returned the result
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class LoadOp:
     identity: str
     index: int  # used in `StepPlan.adapter_indices`
     first_unit: int
+    is_ordered: bool = False  # the next step waits for the copy, which is not reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ AdapterOp = PrepareOp | LoadOp | MoveOp | UnloadOp | DropOp
 
 @dataclass(frozen=True)
 class PrepareResult:
-    """The result of `PrepareOp` on all ranks, with the adapter sizes or the error."""
+    """The result of `PrepareOp` on all ranks or of `Executor.pack`, with the adapter sizes or the error."""
 
     identity: str
     units: int = 0  # size in the device buffer
@@ -70,6 +72,7 @@ class PrepareResult:
     vocab_size: int = 0
     error: LoraxError | None = None
     changes_kv: bool = True  # keys and values depend on the adapter
+    is_on_device: bool = False  # packed in device memory, so that the load takes much less time than a step
 
 
 # --- Steps ------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,10 @@ from lorax_server.adapters.in_memory import copy_to_host, make_spec, parse_peft_
 from lorax_server.errors import AdapterError, AdapterNotFoundError, InputError
 from lorax_server.llm import LLM
 from lorax_server.types import StopParams
+from lorax_server.worker.copier import Copier
+from lorax_server.worker.device_packer import DevicePacker
 from tests.models.tiny import SERVED, make_model, make_tokenizer, save
+from tests.worker.fake_copy_stream import FakeCopyStream
 from tests.test_llm import NEW_TOKENS, SMALL, STOP, TARGETS, generate_greedy, write_adapter
 
 PROMPT = list(range(3, 16))
@@ -63,9 +67,20 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Versions:
     return Versions(tmp_path_factory.mktemp("versions"))
 
 
-@pytest.fixture
-def llm(versions: Versions) -> Iterator[LLM]:
-    with LLM(versions.model, versions.root, **SMALL) as llm:
+@contextmanager
+def open_llm(versions: Versions, packs: bool = False, **settings: Any) -> Iterator[LLM]:
+    """Open an engine. With `packs`, it updates adapters as on a GPU."""
+    copier = Copier(FakeCopyStream())
+    with LLM(versions.model, versions.root, **SMALL | settings) as llm:
+        if packs:
+            llm._engine._executor.preparer._packer = DevicePacker(torch.device("cpu"), copier)  # type: ignore[attr-defined]
+        yield llm
+    copier.close()
+
+
+@pytest.fixture(params=[False, True], ids=["host", "device"])
+def llm(versions: Versions, request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with open_llm(versions, request.param) as llm:
         yield llm
 
 
@@ -252,10 +267,10 @@ def test_pin_moves_to_new_weights(versions: Versions, llm: LLM) -> None:
     assert llm.status.adapters_on_device == 1
 
 
-def run_interleavings(versions: Versions, seed: int, num_actions: int, **settings: Any) -> int:
+def run_interleavings(versions: Versions, seed: int, num_actions: int, packs: bool, adapter_bytes: int) -> int:
     """Interleave updates, requests and evictions at random. Return the number of requests that finished."""
     rng, current, num_done = random.Random(seed), {"poet": 0, "copy of poet": 0}, 0
-    with LLM(versions.model, versions.root, **SMALL | settings) as llm:
+    with open_llm(versions, packs, adapter_bytes=adapter_bytes) as llm:
         streams: list[tuple[int, list[int], Iterator[Any]]] = []
 
         def finish(position: int) -> None:
@@ -286,15 +301,21 @@ def run_interleavings(versions: Versions, seed: int, num_actions: int, **setting
     return num_done
 
 
+@pytest.mark.parametrize("packs", [False, True])
 @pytest.mark.parametrize("adapter_bytes", [2**19, 30_000])  # the second has space for two adapters
-def test_interleavings_never_produce_tokens_of_other_weights(versions: Versions, adapter_bytes: int) -> None:
-    assert run_interleavings(versions, 1, 60, adapter_bytes=adapter_bytes) > 10
+def test_interleavings_never_produce_tokens_of_other_weights(
+    versions: Versions, adapter_bytes: int, packs: bool
+) -> None:
+    assert run_interleavings(versions, 1, 60, packs, adapter_bytes) > 10
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("packs", [False, True])
 @pytest.mark.parametrize("adapter_bytes", [2**19, 30_000])
-def test_many_interleavings_never_produce_tokens_of_other_weights(versions: Versions, adapter_bytes: int) -> None:
-    assert sum(run_interleavings(versions, seed, 500, adapter_bytes=adapter_bytes) for seed in range(10)) > 1500
+def test_many_interleavings_never_produce_tokens_of_other_weights(
+    versions: Versions, adapter_bytes: int, packs: bool
+) -> None:
+    assert sum(run_interleavings(versions, seed, 500, packs, adapter_bytes) for seed in range(10)) > 1500
 
 
 def test_concurrent_updates_and_requests(versions: Versions, llm: LLM) -> None:

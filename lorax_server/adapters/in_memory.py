@@ -31,15 +31,13 @@ def parse_peft_config(config: Any, name: str) -> AdapterConfig:
 def make_spec(name: str, tensors: Any, config: AdapterConfig, max_inputs: int, copies: bool = True) -> AdapterSpec:
     """Return a spec with a new identity for an adapter's tensors, given by name. The tensors are not hashed.
 
-    Without `copies`, tensors on the CPU are not copied. Call `release_tensors` before the caller can change them.
+    `copies` copies the tensors to the CPU. Otherwise, call `release_tensors` before the caller can change the tensors.
     """
     if not isinstance(tensors, Mapping) or not tensors:
         raise AdapterError(f"adapter {name!r}: `tensors` must be a mapping from tensor names to tensors, and not empty")
     given = {key: _to_tensor(key, each, name) for key, each in tensors.items()}
-    on_gpu = {key: each for key, each in given.items() if not each.is_cpu}
-    given |= copy_to_host(on_gpu)
     if copies:  # separate tensors, because a view is pickled with all the memory that it refers to
-        given = {key: each.clone() for key, each in given.items()}
+        given = {key: each.clone() for key, each in _copy_gpu_tensors(given).items()}
     num_elements = count_elements(config, describe_tensors(given, name), max_inputs)
     identity = uuid.uuid4().hex
     checkpoint = AdapterCheckpoint(Path(), config, (), identity, in_memory=InMemoryWeights(given))
@@ -58,6 +56,17 @@ def release_tensors(spec: AdapterSpec) -> None:
     for part in spec.checkpoints:
         if part.in_memory is not None:
             part.in_memory.tensors = {}
+
+
+def move_to_host(spec: AdapterSpec) -> None:
+    """Replace the tensors on a GPU with copies on the CPU."""
+    for part in spec.checkpoints:
+        if part.in_memory is not None:
+            part.in_memory.tensors = _copy_gpu_tensors(part.in_memory.tensors)
+
+
+def _copy_gpu_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return dict(tensors) | copy_to_host({key: each for key, each in tensors.items() if not each.is_cpu})
 
 
 def copy_to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -4,9 +4,11 @@ A layout depends only on the config and the shapes, so that new versions of an a
 the config and the tensor names take longer than the copy.
 """
 
+import re
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +23,7 @@ from lorax_server.adapters.weights import StoredAdapter
 from lorax_server.kernels import Field
 
 Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]  # shapes and dtypes by tensor name
+LAYER_NUMBER = re.compile(r"\.\d+\.")
 
 
 class _Factor(NamedTuple):
@@ -30,6 +33,24 @@ class _Factor(NamedTuple):
     offset: int
     shape: torch.Size  # of the tensor
     is_transposed: bool
+
+
+class _Run(NamedTuple):
+    """Factors of the same module in several layers, at equal distances in the packed buffer, so that a GPU can copy
+    them with one operation.
+    """
+
+    factors: list[_Factor]
+
+    @property
+    def distance(self) -> int:
+        """The distance between two factors, in elements."""
+        return self.factors[1].offset - self.factors[0].offset if len(self.factors) > 1 else 0
+
+    def is_continued_by(self, factor: _Factor) -> bool:
+        last = self.factors[-1]
+        has_distance = len(self.factors) == 1 or factor.offset - last.offset == self.distance
+        return factor.shape == last.shape and has_distance
 
 
 @dataclass(frozen=True)
@@ -105,6 +126,51 @@ class LoraLayout:
             is_valid = self._fill_in_parallel(buffer, tensors)
         else:
             is_valid = self._fill_on_one_thread(buffer, tensors, pause)
+        return replace(self.packed, buffer=buffer) if is_valid else None
+
+    @cached_property
+    def _runs(self) -> list[_Run]:
+        by_module: dict[str, list[_Factor]] = {}
+        for factor in self.factors:
+            by_module.setdefault(LAYER_NUMBER.sub(".", factor.key), []).append(factor)
+        runs = list[_Run]()
+        for factors in by_module.values():
+            runs.append(_Run(factors[:1]))
+            for factor in factors[1:]:
+                if runs[-1].is_continued_by(factor):
+                    runs[-1].factors.append(factor)
+                else:
+                    runs.append(_Run([factor]))
+        return runs
+
+    @property
+    def num_staged(self) -> int:
+        """The number of elements in all factors, without padding."""
+        return sum(factor.shape.numel() for factor in self.factors)
+
+    def list_staged(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Return the factors as flat tensors, in the order of the staging buffer for `pack_staged`."""
+        return [_round_float64(tensors[factor.key]).view(-1) for run in self._runs for factor in run.factors]
+
+    def pack_staged(self, staged: torch.Tensor) -> HostAdapter | None:
+        """Return the adapter in the device layout, or None if it has values that are not finite.
+
+        `staged` contains the factors without padding, in the model's dtype. The result is on the same device. This
+        needs a few operations per module type, instead of one per tensor, because launching kernels takes longer than
+        running them. It synchronizes with the current stream once.
+        """
+        buffer = staged.new_empty(self.num_elements)
+        if self.padding:
+            buffer.zero_()
+        start = 0
+        for run in self._runs:
+            first, count = run.factors[0], len(run.factors)
+            stop = start + count * first.shape.numel()
+            source = staged[start:stop].view(count, *first.shape)
+            source = source.mT if first.is_transposed else source
+            buffer.as_strided(source.shape, (run.distance, source.shape[2], 1), first.offset).copy_(source)
+            start = stop
+        is_valid = bool(torch.stack(torch.aminmax(buffer)).isfinite().all())
         return replace(self.packed, buffer=buffer) if is_valid else None
 
     def _fill_on_one_thread(

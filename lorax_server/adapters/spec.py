@@ -22,8 +22,8 @@ def is_settled(stamp: Stamp, now_ns: int) -> bool:
 class InMemoryWeights:
     """The weights of an adapter that is passed as tensors. Engine modules do not import torch."""
 
-    tensors: Mapping[str, Any]  # on the CPU
-    packed: Any = None  # the prepared `HostAdapter`, which replaces the tensors
+    tensors: Mapping[str, Any]
+    packed: Any = None  # the prepared `HostAdapter`, which replaces the tensors; after `Executor.pack` on the device
 
 
 @dataclass(frozen=True)

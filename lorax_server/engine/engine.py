@@ -57,6 +57,11 @@ class Executor(Protocol):
     def collect(self) -> StepResult:
         """Wait for the oldest step in flight and return its result."""
 
+    def pack(self, spec: AdapterSpec) -> PrepareResult | None:
+        """Pack an in-memory adapter in device memory, on the calling thread, and return its sizes. Return None if
+        `PrepareOp` must prepare the adapter. Any thread may call this.
+        """
+
     def pop_prepared(self) -> list[PrepareResult]: ...
 
     def pop_loaded(self) -> list[int]:
@@ -66,7 +71,7 @@ class Executor(Protocol):
 
 
 class Engine:
-    """Schedules requests. Only one thread may use it, except for `resolve` and `forget`.
+    """Schedules requests. Only one thread may use it, except for `resolve`, `forget` and `pack`.
 
     Events on other threads, such as a prepared adapter, set `wake` and are handled in the next `step`.
     """
@@ -169,6 +174,22 @@ class Engine:
             self._loads.setdefault(identity, []).append(done)
         self.wake.set()
         return done
+
+    def pack(self, spec: AdapterSpec) -> PrepareResult | None:
+        """Pack an in-memory adapter in device memory, and return the argument for `load_packed`. Return None if the
+        adapter must be registered and loaded like other adapters. This may run concurrently with steps.
+        """
+        return self._executor.pack(spec)
+
+    def load_packed(self, spec: AdapterSpec, packed: PrepareResult, pin: bool | None = None) -> "Future[None]":
+        """Register and load an adapter after `pack`. If the device has space, the future is already done, and the next
+        step can use the adapter.
+        """
+        self._table.add_packed(spec, packed)
+        loading = self.load(spec.identity, pin)
+        self._table.advance()
+        self._report_loads()
+        return loading
 
     def unload(self, identity: str) -> None:
         """Unload an adapter as soon as no request uses it, even if it is pinned."""

@@ -1,28 +1,39 @@
-"""Copies adapters from pageable host memory to a GPU while steps run.
+"""Copies adapters between pageable host memory and a GPU while steps run.
 
 Asynchronous copies need pinned memory. Pinning is slow and blocks other driver calls, so a few staging buffers are
-pinned at startup and all copies go through them in chunks.
+pinned at startup and all copies between host and GPU go through them in chunks.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from itertools import cycle
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
 from lorax_server.errors import EngineError
+from lorax_server.kernels.device import is_host
 
 NUM_BUFFERS, BUFFER_BYTES = 4, 8 * 2**20
 COPIER_CHECK_INTERVAL_S = 0.1  # interval at which a waiting thread checks for a copier failure
 
 
 class CopyStream:
-    """A CUDA stream with the lowest priority, for copies from pinned memory."""
+    """A CUDA stream for copies and for packing adapters.
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device, priority=0)  # the lowest priority
+    Its priority equals the priority of steps, because the few short kernels that pack an adapter would otherwise wait
+    for gaps between the kernels of steps. Priorities have no effect on copies between host and device.
+    """
+
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
+        self._stream = torch.cuda.Stream(device, priority=priority)
+
+    def use(self) -> AbstractContextManager[Any]:
+        """Return a context manager that runs work on this stream."""
+        return torch.cuda.stream(self._stream)
 
     def pin(self, num_bytes: int) -> torch.Tensor:
         """Allocate and return pinned host memory."""
@@ -50,12 +61,6 @@ class CopyHandle:
         self.is_submitted = threading.Event()
 
 
-class _Task(NamedTuple):
-    target: torch.Tensor
-    source: torch.Tensor
-    copy_handle: CopyHandle
-
-
 class _Buffer:
     """A pinned staging buffer. It can be reused after `copied_event`."""
 
@@ -65,7 +70,7 @@ class _Buffer:
 
 
 class Copier:
-    """Copies adapters to the GPU in order, on a background thread."""
+    """Copies adapters to and from the GPU in order, on a background thread."""
 
     def __init__(
         self, copy_stream: CopyStream, num_buffers: int = NUM_BUFFERS, buffer_bytes: int = BUFFER_BYTES
@@ -78,7 +83,7 @@ class Copier:
         )
         self._failure: Exception | None = None  # the copier stops after a failure
         self._is_closed = False
-        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="copy adapters", daemon=True)
         self._thread.start()
 
@@ -86,21 +91,45 @@ class Copier:
         """Make later copies wait, on the device, for all work that is queued on the caller's stream."""
         self._copy_stream.wait_for_caller_stream()
 
+    def use_stream(self) -> AbstractContextManager[Any]:
+        """Return a context manager that runs work on the stream of the copies."""
+        return self._copy_stream.use()
+
     def start(self, target: torch.Tensor, source: torch.Tensor) -> CopyHandle:
         """Start copying `source` to `target` on the device. `source` must not change until the copy is done."""
+        if is_host(source.device):
+            return self.start_all(target, [source])
         self.check()
         copy_handle = CopyHandle()
-        self._tasks.put(_Task(target, source, copy_handle))
+        copy_handle.end = self._copy_stream.copy(target, source)
+        copy_handle.is_submitted.set()
+        self._tasks.put(partial(self._finish, copy_handle, source))
         return copy_handle
+
+    def start_all(self, target: torch.Tensor, sources: Sequence[torch.Tensor]) -> CopyHandle:
+        """Start copying flat host tensors to adjacent parts of `target`, and casting them to its dtype."""
+        self.check()
+        copy_handle = CopyHandle()
+        self._tasks.put(partial(self._copy_to_device, target, sources, copy_handle))
+        return copy_handle
+
+    def start_fetch(self, target: torch.Tensor, source: torch.Tensor, on_done: Callable[[], None]) -> None:
+        """Start copying `source` on the device to `target` in host memory. The copier thread calls `on_done`."""
+        self.check()
+        self._tasks.put(partial(self._copy_to_host, target, source, on_done))
 
     def wait_for(self, copy_handle: CopyHandle) -> None:
         """Make the caller's stream wait for a copy. Blocks the caller only until the copy is submitted."""
         if copy_handle.is_done:
             return
-        while not copy_handle.is_submitted.wait(COPIER_CHECK_INTERVAL_S):
-            self.check()
+        self.wait_until_submitted(copy_handle)
         assert copy_handle.end is not None
         copy_handle.end.wait()
+
+    def wait_until_submitted(self, copy_handle: CopyHandle) -> None:
+        """Block until the sources of a copy have been read and the copy is on the stream."""
+        while not copy_handle.is_submitted.wait(COPIER_CHECK_INTERVAL_S):
+            self.check()
 
     def check(self) -> None:
         """Raise EngineError if the copier has failed or is closed."""
@@ -118,27 +147,65 @@ class Copier:
     def _run(self) -> None:
         try:
             while (task := self._tasks.get()) is not None and not self._is_closed:
-                self._run_task(task)
+                task()
                 self.notify()
                 del task  # release the adapter's memory while waiting for the next task
         except Exception as error:  # reported by `check`
             self._failure = error
             self.notify()
 
-    def _run_task(self, task: _Task) -> None:
-        """Copy an adapter. The next chunk is staged while previous chunks are copied to the device."""
-        source, target = task.source.view(torch.uint8), task.target.view(torch.uint8)
-        copied_event: torch.cuda.Event | None = None
-        for start in range(0, len(source), self._buffer_bytes):
-            piece = slice(start, min(start + self._buffer_bytes, len(source)))
-            count = piece.stop - piece.start
-            buffer = next(self._buffers)
-            if buffer.copied_event is not None:
-                buffer.copied_event.synchronize()
-            buffer.pinned[:count].copy_(source[piece])  # uses several threads, and releases the GIL
-            copied_event = buffer.copied_event = self._copy_stream.copy(target[piece], buffer.pinned[:count])
-        assert copied_event is not None, "nothing to copy"
-        task.copy_handle.end = copied_event
-        task.copy_handle.is_submitted.set()
-        copied_event.synchronize()
-        task.copy_handle.is_done = True
+    def _copy_to_device(
+        self, target: torch.Tensor, sources: Sequence[torch.Tensor], copy_handle: CopyHandle
+    ) -> None:
+        """Copy tensors to the device. The next chunk is staged while previous chunks are copied to the device."""
+        start = 0
+        for pieces in _split(sources, self._buffer_bytes // target.itemsize):
+            stop = start + sum(map(len, pieces))
+            buffer = self._take_buffer()
+            staged = buffer.pinned[: (stop - start) * target.itemsize]
+            parts = staged.view(target.dtype).split([len(piece) for piece in pieces])
+            torch._foreach_copy_(parts, pieces)  # uses several threads, and releases the GIL
+            buffer.copied_event = self._copy_stream.copy(target[start:stop].view(torch.uint8), staged)
+            copy_handle.end, start = buffer.copied_event, stop
+        assert copy_handle.end is not None, "nothing to copy"
+        copy_handle.is_submitted.set()
+        self._finish(copy_handle, None)
+
+    def _copy_to_host(self, target: torch.Tensor, source: torch.Tensor, on_done: Callable[[], None]) -> None:
+        """Copy a tensor to the host."""
+        old, new = source.view(torch.uint8), target.view(torch.uint8)
+        for start in range(0, len(old), self._buffer_bytes):
+            piece = slice(start, min(start + self._buffer_bytes, len(old)))
+            buffer = self._take_buffer()
+            staged = buffer.pinned[: piece.stop - piece.start]
+            self._copy_stream.copy(staged, old[piece]).synchronize()
+            new[piece].copy_(staged)
+        on_done()
+
+    def _finish(self, copy_handle: CopyHandle, source: torch.Tensor | None) -> None:  # noqa: ARG002 - kept alive
+        """Wait for a submitted copy. The argument `source` keeps the source's memory allocated until then."""
+        assert copy_handle.end is not None
+        copy_handle.end.synchronize()
+        copy_handle.is_done = True
+
+    def _take_buffer(self) -> _Buffer:
+        buffer = next(self._buffers)
+        if buffer.copied_event is not None:
+            buffer.copied_event.synchronize()
+        return buffer
+
+
+def _split(tensors: Sequence[torch.Tensor], limit: int) -> Iterator[list[torch.Tensor]]:
+    """Split a sequence of flat tensors into lists of parts with at most `limit` elements per list."""
+    pieces, space = list[torch.Tensor](), limit
+    for tensor in tensors:
+        start = 0
+        while start < len(tensor):
+            piece = tensor[start : start + space]
+            pieces.append(piece)
+            start, space = start + len(piece), space - len(piece)
+            if not space:
+                yield pieces
+                pieces, space = [], limit
+    if pieces:
+        yield pieces

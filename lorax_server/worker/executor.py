@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from lorax_server.adapters.spec import AdapterSpec
 from lorax_server.config import EngineConfig
 from lorax_server.distributed import join_process_group
 from lorax_server.errors import ConfigError, EngineError, LoraxError
@@ -80,6 +81,9 @@ class TensorParallelExecutor:
 
     def on_event(self, notify: Callable[[], None]) -> None:
         self._worker.on_event(notify)
+
+    def pack(self, spec: AdapterSpec) -> PrepareResult | None:  # noqa: ARG002 - the protocol's argument
+        return None  # all ranks prepare an adapter together
 
     def pop_prepared(self) -> list[PrepareResult]:
         return self._worker.pop_prepared()

@@ -5,6 +5,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 
@@ -18,8 +19,9 @@ from lorax_server.adapters.target import AdapterTarget
 from lorax_server.adapters.weights import AdapterWeights, ModuleWeights, StoredAdapter
 from lorax_server.distributed import ProcessGroup
 from lorax_server.errors import AdapterError, EngineError, LoraxError
-from lorax_server.kernels.device import make_stream, use_stream
+from lorax_server.kernels.device import is_host, make_stream, use_stream
 from lorax_server.plan import PrepareResult
+from lorax_server.worker.device_packer import DevicePacker
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,7 @@ class Preparer:
         *,
         max_rank: int | None = None,
         after_kv: Collection[str] = (),  # targets that no keys and values depend on
+        packer: DevicePacker | None = None,  # for `pack`, without tensor parallelism
     ) -> None:
         self.notify: Callable[[], None] = lambda: None  # called on the background thread when a result is available
         self._targets = targets
@@ -50,12 +53,14 @@ class Preparer:
         self._group = group
         self._max_rank = max_rank
         self._after_kv = after_kv
+        self._packer = packer
         weight = next((target.weight for target in targets.values() if target.weight is not None), None)
         # Norms of model weights are computed on a separate stream to avoid delaying steps.
         self._stream = None if weight is None else make_stream(weight.device)
         self._failure: Exception | None = None  # the preparer stops after a failure
         self._ready: dict[str, HostAdapter] = {}
         self._layouts: dict[str, LoraLayout] = {}  # of adapters that were passed as tensors, by name
+        self._layouts_lock = threading.Lock()
         self._memory = ReusedMemory()
         self._added = threading.Condition()  # notified when `_ready` grows
         self._is_closed = False
@@ -69,6 +74,26 @@ class Preparer:
     def enqueue(self, spec: AdapterSpec) -> None:
         self._tasks.put(spec)
 
+    def pack(self, spec: AdapterSpec) -> PrepareResult | None:
+        """Pack an in-memory adapter on the device, on the calling thread. Raise if its tensors or its config are
+        invalid. Return None if it must be prepared in host memory.
+        """
+        weights = spec.checkpoints[0].in_memory
+        if self._packer is None or weights is None or spec.merge is not None:
+            return None
+        _, layout = self._find_layout(spec, weights.tensors)
+        host = None if layout is None else self._packer.pack(layout, weights.tensors)
+        if host is None:
+            return None
+        weights.packed = host
+        return replace(_make_result(spec, host), is_on_device=True)
+
+    def add_packed(self, spec: AdapterSpec) -> None:
+        """Add an adapter that `pack` has packed. `pop_results` does not return it."""
+        weights = spec.checkpoints[0].in_memory
+        assert weights is not None
+        self._add_ready(spec, weights.packed)
+
     def get(self, identity: str) -> HostAdapter:
         """Return an adapter that is ready on rank 0. Wait until this rank has also prepared it."""
         with self._added:
@@ -78,7 +103,8 @@ class Preparer:
     def drop(self, identity: str) -> None:
         """Drop an adapter. The background thread frees the memory, because freeing takes milliseconds."""
         host = self.get(identity)
-        del self._ready[identity]
+        with self._added:
+            del self._ready[identity]
         self._tasks.put(host)
 
     def pop_results(self) -> list[PrepareResult]:
@@ -123,11 +149,25 @@ class Preparer:
             if self._group.size() > 1:
                 self._failure = error  # other ranks may be blocked in a collective, so all ranks must restart
             return PrepareResult(spec.identity, error=_make_unexpected_error(spec, error))
+        self._add_ready(spec, host)
+        return _make_result(spec, host)
+
+    def _add_ready(self, spec: AdapterSpec, host: HostAdapter) -> None:
         with self._added:
             self._ready[spec.identity] = host
             self._added.notify_all()
-        sizes = host.units, host.buffer.nbytes, host.vocab_size
-        return PrepareResult(spec.identity, *sizes, changes_kv=host.changes_kv)
+        weights = spec.checkpoints[0].in_memory
+        if self._packer is None or weights is None or is_host(host.buffer.device):
+            return
+
+        def replace_buffer(copied: HostAdapter) -> None:
+            """Release the device memory of `pack`. Later loads use the host copy."""
+            weights.packed = copied
+            with self._added:
+                if spec.identity in self._ready:
+                    self._ready[spec.identity] = copied
+
+        self._packer.start_fetch(host, replace_buffer)
 
     def _pack(self, spec: AdapterSpec, pause: Callable[[], object]) -> HostAdapter:
         weights = spec.checkpoints[0].in_memory
@@ -141,16 +181,9 @@ class Preparer:
     def _pack_tensors(
         self, spec: AdapterSpec, tensors: Mapping[str, torch.Tensor], pause: Callable[[], object]
     ) -> HostAdapter:
-        adapter, layout = None, self._layouts.pop(spec.name, None)
-        if layout is None or not layout.fits(spec.checkpoints[0].config, tensors):
-            adapter = self._read(spec)
-            assert isinstance(adapter, StoredAdapter)
-            layout = LoraLayout.find(adapter, tensors, self._targets, self._dtype, self._after_kv)
+        adapter, layout = self._find_layout(spec, tensors)
         host = None
         if layout is not None:
-            self._layouts[spec.name] = layout
-            if len(self._layouts) > MAX_LAYOUTS:
-                del self._layouts[next(iter(self._layouts))]  # the least recently used layout
             pause()
             is_parallel = self._stream is not None  # on a CPU, other threads would delay steps
             host = layout.pack(tensors, self._memory, pause, is_parallel)
@@ -158,6 +191,26 @@ class Preparer:
             return host
         # The adapter has other weights than LoRA factors, or invalid values.
         return prepare(adapter or self._read(spec), self._targets, self._dtype, self._group, pause, self._after_kv)
+
+    def _find_layout(
+        self, spec: AdapterSpec, tensors: Mapping[str, torch.Tensor]
+    ) -> tuple[StoredAdapter | None, LoraLayout | None]:
+        """Return the layout of an in-memory adapter, or None if it has other weights than LoRA factors. Also return the
+        adapter if it had to be checked.
+        """
+        adapter = None
+        with self._layouts_lock:
+            layout = self._layouts.pop(spec.name, None)
+            if layout is None or not layout.fits(spec.checkpoints[0].config, tensors):
+                opened = self._read(spec)
+                assert isinstance(opened, StoredAdapter)
+                adapter = opened
+                layout = LoraLayout.find(adapter, tensors, self._targets, self._dtype, self._after_kv)
+            if layout is not None:
+                self._layouts[spec.name] = layout
+                if len(self._layouts) > MAX_LAYOUTS:
+                    del self._layouts[next(iter(self._layouts))]  # the least recently used layout
+        return adapter, layout
 
     def _open(self, spec: AdapterSpec) -> AdapterWeights:
         """Open and return an adapter. If one rank cannot read it, raise on all ranks."""
@@ -200,6 +253,11 @@ class Preparer:
             if stored[i].compute_identity() != spec.checkpoints[i].identity:
                 raise AdapterError(f"adapter {stored[i].name!r}: files changed during loading; retry the request")
         return in_memory
+
+
+def _make_result(spec: AdapterSpec, host: HostAdapter) -> PrepareResult:
+    sizes = host.units, host.buffer.nbytes, host.vocab_size
+    return PrepareResult(spec.identity, *sizes, changes_kv=host.changes_kv)
 
 
 def _make_unexpected_error(spec: AdapterSpec, error: Exception) -> AdapterError:

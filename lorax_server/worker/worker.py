@@ -11,6 +11,7 @@ import torch
 
 from lorax_server import model_types
 from lorax_server.adapters.host import UNIT_BYTES
+from lorax_server.adapters.spec import AdapterSpec
 from lorax_server.config import EngineConfig
 from lorax_server.distributed import FakeGroup, ProcessGroup, TorchGroup
 from lorax_server.errors import BusyError, ConfigError, LoraxError
@@ -58,6 +59,7 @@ from lorax_server.worker.memory import (
 )
 from lorax_server.worker.model_info import describe_model, find_max_length, reserve_rotary
 from lorax_server.worker.pooled_runner import build_pooled_runner
+from lorax_server.worker.device_packer import DevicePacker
 from lorax_server.worker.preparer import Preparer
 from lorax_server.worker.runner import PagedRunner
 from lorax_server.worker.warm_up import CacheShape, warm_up
@@ -186,6 +188,10 @@ class Worker:
         self._tickets.popleft()
         self._loading.clear()
 
+    def pack(self, spec: AdapterSpec) -> PrepareResult | None:
+        """Pack an in-memory adapter in device memory. Return None if it must be prepared in host memory."""
+        return None if self.preparer is None else self.preparer.pack(spec)
+
     def pop_prepared(self) -> list[PrepareResult]:
         return self.preparer.pop_results() if self.preparer else []
 
@@ -199,11 +205,16 @@ class Worker:
         assert self._memory is not None
         assert self.preparer is not None
         match op:
+            case PrepareOp(is_packed=True):
+                self.preparer.add_packed(op.spec)
             case PrepareOp():
                 self.preparer.enqueue(op.spec)
             case LoadOp():
                 self._memory.load(op.index, self.preparer.get(op.identity), op.first_unit)
-                self._loading.append(op.index)
+                if op.is_ordered:
+                    self._memory.wait_for(op.index)
+                else:
+                    self._loading.append(op.index)
             case MoveOp():
                 self._memory.move(op.index, op.source, op.target)
             case UnloadOp():
@@ -267,10 +278,11 @@ def build_paged_worker(
     """Return a worker for this rank's shard of a model. Raise ConfigError if device memory is not sufficient."""
     config = resolve_sizes(config, model)
     num_units = _min_over_ranks(adapter_bytes(config, model.device) // UNIT_BYTES, group, model.device)
-    copier = Copier(CopyStream(model.device)) if num_units and not is_host(model.device) else None
+    is_gpu = not is_host(model.device)
+    copier = Copier(CopyStream(model.device, STEP_PRIORITY)) if num_units and is_gpu else None
     try:
         memory = _make_memory(model, num_units, group, copier) if num_units else None
-        return _build_paged(model, config, group, phases or Phases(), memory)
+        return _build_paged(model, config, group, phases or Phases(), memory, copier)
     except BaseException as error:
         if copier is not None:
             copier.close()
@@ -286,7 +298,12 @@ def _make_memory(model: PagedCausalLM, num_units: int, group: ProcessGroup, copi
 
 
 def _build_paged(
-    model: PagedCausalLM, config: EngineConfig, group: ProcessGroup, phases: Phases, memory: AdapterMemory | None
+    model: PagedCausalLM,
+    config: EngineConfig,
+    group: ProcessGroup,
+    phases: Phases,
+    memory: AdapterMemory | None,
+    copier: Copier | None,
 ) -> Worker:
     device, is_gpu = model.device, not is_host(model.device)
     max_num_seqs = _min_over_ranks(find_max_num_seqs(config, device), group, device)
@@ -338,7 +355,7 @@ def _build_paged(
             memory=memory,
             graph_sizes=sizes,
         )
-    preparer = None if memory is None else _make_preparer(model, group)
+    preparer = None if memory is None else _make_preparer(model, group, memory, copier)
     report_memory(model, config, memory, num_blocks, step_memory)
     stream = make_stream(device, STEP_PRIORITY)
     counters = [module.counter for module in model.modules() if isinstance(module, SparseMLP)]
@@ -346,11 +363,14 @@ def _build_paged(
     return Worker(capabilities, runner, memory, preparer, balance=balance, can_retry=group.size() == 1, stream=stream)
 
 
-def _make_preparer(model: PagedCausalLM, group: ProcessGroup) -> Preparer:
+def _make_preparer(
+    model: PagedCausalLM, group: ProcessGroup, memory: AdapterMemory, copier: Copier | None
+) -> Preparer:
     host_group = group.make_host_group() if isinstance(group, TorchGroup) else group
     targets, dtype = collect_adapter_targets(model), model.lm_head.linear.weight.dtype
     after_kv = model.find_targets_after_kv()
-    return Preparer(targets, dtype, host_group, max_rank=model.ops.max_lora_rank, after_kv=after_kv)
+    packer = None if copier is None or group.size() > 1 else DevicePacker(memory.arena.buffer.device, copier)
+    return Preparer(targets, dtype, host_group, max_rank=model.ops.max_lora_rank, after_kv=after_kv, packer=packer)
 
 
 def uses_graphs(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup) -> bool:

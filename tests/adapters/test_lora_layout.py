@@ -73,6 +73,48 @@ def test_packed_adapter_equals_prepared_adapter(
         )
 
 
+def stage(layout: LoraLayout, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
+    return torch.cat([tensor.to(dtype) for tensor in layout.list_staged(tensors)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["plain", "rank-pattern"])
+def test_staged_factors_are_packed_with_few_operations(
+    name: str, dtype: torch.dtype, targets: dict[str, AdapterTarget], tmp_path: Path
+) -> None:
+    config, tensors = read(tmp_path, name)
+    layout = find_layout(config, tensors, targets, dtype)
+    assert layout is not None
+    tensors = {key: torch.randn_like(tensor, dtype=torch.float64) for key, tensor in tensors.items()}
+    found = layout.pack_staged(stage(layout, tensors, dtype))
+    expected = prepare(open_adapter(config, tensors, targets), targets, dtype, FakeGroup())
+    assert found is not None
+    assert torch.equal(found.buffer, expected.buffer)
+    assert torch.equal(found.table, expected.table)
+    if name == "plain":
+        assert [len(run.factors) for run in layout._runs] == [2] * (len(tensors) // 2)  # the model has two layers
+
+
+def test_layers_with_other_distances_are_packed_separately(targets: dict[str, AdapterTarget], tmp_path: Path) -> None:
+    config, tensors = read(tmp_path, "plain")
+    layout = find_layout(config, tensors, targets)
+    assert layout is not None
+    first, second = (factor for factor in layout.factors if "q_proj.lora_A" in factor.key)
+    keys = [first.key.replace(".0.", f".{number}.") for number in range(5)]
+    numel = first.shape.numel()
+    factors = tuple(
+        first._replace(key=key, offset=numel * place) for key, place in zip(keys, (0, 2, 4, 5, 8), strict=True)
+    )
+    layout = replace(layout, factors=factors, num_elements=9 * numel, padding=(slice(0, 1),))
+    assert [len(run.factors) for run in layout._runs] == [3, 2]
+    values = {key: torch.randn(first.shape) for key in keys}
+    packed = layout.pack_staged(stage(layout, values, torch.float32))
+    assert packed is not None
+    for factor in factors:
+        assert torch.equal(packed.buffer[factor.offset :][:numel].view(factor.shape), values[factor.key])
+    assert not bool(packed.buffer[numel : 2 * numel].any())
+
+
 def test_packed_adapter_after_kv_equals_prepared_adapter(targets: dict[str, AdapterTarget], tmp_path: Path) -> None:
     config, tensors = read(tmp_path, "plain")
     adapter = open_adapter(config, tensors, targets)
@@ -95,6 +137,7 @@ def test_values_that_are_not_finite_in_the_model_dtype_are_rejected(
         changed = tensors | {key: tensors[key].clone()}
         changed[key][-1, -1] = value
         assert pack(layout, changed, is_parallel) is None
+        assert layout.pack_staged(stage(layout, changed, torch.float16)) is None
 
 
 def test_other_configs_and_shapes_do_not_fit(targets: dict[str, AdapterTarget], tmp_path: Path) -> None:

@@ -167,6 +167,7 @@ class Workers:
         self._prepared: list[PrepareResult] = []
         self._buffer: list[tuple[str, int] | None] = [None] * capabilities.num_adapter_units
         self._loads: dict[int, _Load] = {}
+        self._ordered_loads: list[_Load] = []  # not yet written
         self._loaded: list[int] = []  # not yet reported
         self._steps: deque[_Step] = deque()
         self._tokens: dict[int, list[int]] = {}
@@ -179,6 +180,10 @@ class Workers:
     def on_event(self, notify: Callable[[], None]) -> None:
         self._notify = notify
 
+    def pack(self, spec: AdapterSpec) -> PrepareResult:
+        num_bytes = spec.num_elements * UNIT_BYTES
+        return PrepareResult(spec.identity, spec.num_elements, num_bytes, VOCAB, is_on_device=True)
+
     def pop_prepared(self) -> list[PrepareResult]:
         taken, self._prepared = self._prepared, []
         return taken
@@ -188,10 +193,13 @@ class Workers:
         moves: list[tuple[int, int, int]] = []
         for op in plan.adapter_ops:
             match op:
+                case PrepareOp(spec, is_packed=True):
+                    assert spec.identity not in self.host, "packed twice"
+                    self.host[spec.identity] = spec.num_elements * UNIT_BYTES
                 case PrepareOp(spec):
                     self._prepare(spec)
-                case LoadOp(identity, index, first_unit):
-                    self._load(identity, index, first_unit)
+                case LoadOp(identity, index, first_unit, is_ordered):
+                    self._load(identity, index, first_unit, is_ordered)
                 case MoveOp(index, source, target):
                     moves.append(self._move(index, source, target))
                 case UnloadOp(index):
@@ -284,13 +292,28 @@ class Workers:
 
     # --- Device memory ------------------------------------------------------------------------------------------------
 
-    def _load(self, identity: str, index: int, first_unit: int) -> None:
+    def _load(self, identity: str, index: int, first_unit: int, is_ordered: bool = False) -> None:
+        """Start a load. An ordered load is written before the next step and before the next load."""
+        self._write_ordered()
         assert index > 0
         assert index not in self.residents, f"index {index} is in use"
         resident = _LoadedAdapter(identity, first_unit, self.host[identity] // UNIT_BYTES)
         assert all(other.identity != identity for other in self.residents.values()), "loaded twice"
         self.residents[index] = resident
-        self._loads[index] = _Load(identity, resident.place, self.rng.randint(0, self.most_turns))
+        load = _Load(identity, resident.place, self.rng.randint(0, self.most_turns))
+        if not is_ordered:
+            self._loads[index] = load
+            return
+        resident.is_loaded = True
+        self._ordered_loads.append(load)
+        if self.rng.random() < 0.5:
+            self._write_ordered()
+
+    def _write_ordered(self) -> None:
+        for load in self._ordered_loads:
+            for position, unit in enumerate(load.place):
+                self._buffer[unit] = load.identity, position
+        self._ordered_loads.clear()
 
     def _move(self, index: int, source: int, target: int) -> tuple[int, int, int]:
         resident = self.residents[index]
@@ -339,6 +362,7 @@ class Workers:
             before.reads = {}  # steps run in order, so it is complete
         for source, target, units in step.moves:
             self._buffer[target : target + units] = self._buffer[source : source + units]
+        self._write_ordered()
         self._read(step)
         step.result = self._compute(step)
 
@@ -495,6 +519,14 @@ class EngineSimulation:
         spec = self.names.specs[name]
         self.engine.resolve([AdapterRef("local", name)])
         self._moving.append((spec, self.engine.load(spec.identity)))
+
+    def update(self, name: str, version: int, units: int) -> "Future[None]":
+        """Replace the content of a name as `LLM.update_adapter` does on a GPU, and move all requests to it."""
+        spec = self.put(name, version, units)
+        loading = self.engine.load_packed(spec, self.workers.pack(spec))
+        self._moving.append((spec, loading))
+        self._move_to_loaded()
+        return loading
 
     def _move_to_loaded(self) -> None:
         for spec, loading in [each for each in self._moving if each[1].done()]:

@@ -2,6 +2,7 @@
 
 import threading
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +44,9 @@ class FakeCopyStream(CopyStream):
     def pin(self, num_bytes: int) -> torch.Tensor:
         self.num_pinned += 1
         return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def use(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def wait_for_caller_stream(self) -> None:
         self.num_follows += 1

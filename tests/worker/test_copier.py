@@ -141,6 +141,29 @@ def test_closed_copier_skips_pending_copies(make: Make) -> None:
         copier.wait_for(second)
 
 
+@pytest.mark.parametrize("num_buffers", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_several_sources_are_cast_and_copied_together(dtype: torch.dtype, num_buffers: int, make: Make) -> None:
+    lane = FakeCopyStream()
+    copier = make(lane, num_buffers, 64)
+    sources = [draw(count, count, dtype) for count in (1, 31, 32, 33, 5, 0, 200)]
+    target = torch.zeros(sum(map(len, sources)), dtype=torch.bfloat16)
+    copy_handle = copier.start_all(target, sources)
+    copier.wait_until_submitted(copy_handle)
+    wait_until(lambda: copy_handle.is_done)
+    assert torch.equal(target, torch.cat(sources).bfloat16())
+    assert lane.sizes == [64] * 9 + [28]
+
+
+@pytest.mark.parametrize("count", [1, 32, 100])
+def test_fetched_tensor_is_complete(count: int, make: Make) -> None:
+    copier, done = make(FakeCopyStream(), 2, 64), threading.Event()
+    source, target = draw(count, 1), torch.zeros(count, dtype=torch.bfloat16)
+    copier.start_fetch(target, source, done.set)
+    assert done.wait(WAIT_S)
+    assert torch.equal(target, source)
+
+
 # --- On a GPU ---------------------------------------------------------------------------------------------------------
 
 BUSY_CYCLES = 1_000_000_000  # cycles: about half a second
@@ -172,6 +195,21 @@ def test_copy_waits_for_caller_stream(make: Make) -> None:
     torch.cuda.synchronize()
     assert not bool(seen.any())
     assert torch.equal(target.cpu(), source)
+
+
+@pytest.mark.gpu
+def test_copies_on_the_device_and_back_are_complete(make: Make) -> None:
+    copier, done = make(CopyStream(torch.device("cuda")), 2, 2**16), threading.Event()
+    source = draw(1_000_003, 1).cuda()
+    target, fetched = torch.zeros_like(source), torch.zeros(len(source), dtype=source.dtype)
+    torch.cuda.synchronize()
+    copy_handle = copier.start(target, source)
+    copier.wait_for(copy_handle)
+    assert torch.equal(target.clone().cpu(), source.cpu())
+    copier.start_fetch(fetched, source, done.set)
+    assert done.wait(WAIT_S)
+    assert copy_handle.is_done
+    assert torch.equal(fetched, source.cpu())
 
 
 @pytest.mark.gpu

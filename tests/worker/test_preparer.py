@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from lorax_server.adapters.config import parse_config
 from lorax_server.adapters.host import HostAdapter, prepare
+from lorax_server.adapters.lora_layout import LoraLayout
 from lorax_server.adapters.merge import MergedAdapter
 from lorax_server.adapters.spec import AdapterCheckpoint, AdapterSpec, InMemoryWeights
 from lorax_server.adapters.target import AdapterTarget
@@ -32,10 +34,13 @@ from lorax_server.layers.targets import collect_adapter_targets
 from lorax_server.plan import PrepareResult
 from lorax_server.types import Merge
 from lorax_server.worker import preparer as preparer_module
+from lorax_server.worker.copier import Copier
+from lorax_server.worker.device_packer import DevicePacker
 from lorax_server.worker.preparer import Preparer
 from tests.parity.adapters.cases import CASES
 from tests.parity.adapters.served import make_model, open_adapter
 from tests.ranks import RankPool
+from tests.worker.fake_copy_stream import FakeCopyStream
 
 BASE = "llama-gqa"
 CPU = torch.device("cpu")
@@ -192,6 +197,88 @@ def test_packed_tensors_are_not_read_again(preparer: Preparer, originals: Path) 
     preparer.enqueue(spec)
     assert wait_for_results(preparer, 1) == [first]
     assert preparer.get(spec.identity) is packed
+
+
+def make_packer(device: str, copier: Copier) -> DevicePacker:
+    return DevicePacker(torch.device(device), copier)
+
+
+@pytest.fixture
+def copier() -> Iterator[Copier]:
+    copier = Copier(FakeCopyStream(), 2, 4096)
+    yield copier
+    copier.close()
+
+
+# Another device than the tensors': they are uploaded.
+@pytest.mark.parametrize("device", ["cpu", "cpu:0"])
+@pytest.mark.parametrize("name", NAMES)
+def test_adapter_packed_on_the_device_equals_direct_preparation(
+    name: str, device: str, targets: dict[str, AdapterTarget], originals: Path, copier: Copier
+) -> None:
+    with closing(Preparer(targets, torch.float32, FakeGroup(), packer=make_packer(device, copier))) as preparer:
+        for number in range(3):
+            spec = make_tensor_spec(originals / name, f"version {number}", 1.0 + number)
+            weights = spec.checkpoints[0].in_memory
+            assert weights is not None
+            result = preparer.pack(spec)
+            if name in ("dora", "saved-head"):
+                assert result is None
+                continue
+            adapter = StoredAdapter(Path(), spec.checkpoints[0].config, targets, tensors=weights.tensors)
+            expected = prepare(adapter, targets, torch.float32, FakeGroup())
+            assert result is not None
+            assert result.is_on_device
+            assert (result.units, result.num_bytes) == (expected.units, expected.buffer.nbytes)
+            assert_same(weights.packed, expected)
+            preparer.add_packed(spec)
+            assert preparer.get(spec.identity) is weights.packed
+        assert preparer.pop_results() == []
+
+
+def test_packed_adapter_moves_to_host_memory(
+    targets: dict[str, AdapterTarget], originals: Path, copier: Copier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparer_module, "is_host", lambda _: False)
+    with closing(Preparer(targets, torch.float32, FakeGroup(), packer=make_packer("cpu", copier))) as preparer:
+        specs = [make_tensor_spec(originals / "plain", f"version {number}", 1.0 + number) for number in range(2)]
+        all_weights = [spec.checkpoints[0].in_memory for spec in specs]
+        packed = []
+        for spec, weights in zip(specs, all_weights, strict=True):
+            assert weights is not None
+            assert preparer.pack(spec) is not None
+            packed.append(weights.packed)
+        for spec in specs:
+            preparer.add_packed(spec)
+        preparer.drop(specs[1].identity)
+        for weights, before in zip(all_weights, packed, strict=True):
+            assert weights is not None
+            until = time.monotonic() + WAIT_S
+            while weights.packed is before and time.monotonic() < until:
+                time.sleep(0.001)
+            assert weights.packed is not before
+            assert_same(weights.packed, before)
+        assert list(preparer._ready) == [specs[0].identity]  # the dropped adapter is not added again
+        assert preparer.get(specs[0].identity) is all_weights[0].packed  # type: ignore[union-attr]
+
+
+def test_lack_of_device_memory_is_logged(
+    targets: dict[str, AdapterTarget],
+    originals: Path,
+    copier: Copier,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(LoraLayout, "pack_staged", fail)
+    with (
+        closing(Preparer(targets, torch.float32, FakeGroup(), packer=make_packer("cpu", copier))) as preparer,
+        caplog.at_level("INFO"),
+    ):
+        assert preparer.pack(make_tensor_spec(originals / "plain", "first", 1.0)) is None
+    assert "'plain' is packed in host memory" in caplog.text
 
 
 def test_invalid_next_version_of_tensors_is_rejected(preparer: Preparer, originals: Path) -> None:

@@ -72,6 +72,7 @@ class DeviceTier:
         self._by_index: dict[int, AdapterEntry] = {}
         self._free_indices: list[int] = []
         self._loading: set[int] = set()
+        self._ordered_loads: set[str] = set()  # loaded by the next step; moves would run before these loads
         self._num_pinned = 0
         self._num_pinned_units = 0
         self._ops = ops
@@ -95,6 +96,9 @@ class DeviceTier:
     def submit(self) -> list[MoveOp]:
         """Return the adapter moves for the next step. The step must run them before its other adapter operations."""
         _, moves = self._space.submit()
+        for identity in self._ordered_loads:
+            self._space.finish_loading(identity)
+        self._ordered_loads.clear()
         self._counters.adapter_moves += len(moves)
         ops = []
         for move in moves:
@@ -113,7 +117,11 @@ class DeviceTier:
         for index in indices:
             entry = self._by_index[index]
             self._loading.remove(index)
-            self._space.finish_loading(entry.identity)
+            if entry.is_packed_on_device:
+                self._ordered_loads.add(entry.identity)
+                entry.is_packed_on_device = False
+            else:
+                self._space.finish_loading(entry.identity)
             self._counters.adapters_loaded += 1
             entry.is_loaded = True
             entry.protected_until = now + UNUSED_ADAPTER_PROTECTION_S if entry.num_requests else -math.inf
@@ -132,12 +140,15 @@ class DeviceTier:
         self._loading.add(entry.index)
         self._num_pinned += entry.is_pinned
         self._num_pinned_units += entry.units * entry.is_pinned
-        self._ops.append(LoadOp(entry.identity, entry.index, start))
+        self._ops.append(LoadOp(entry.identity, entry.index, start, entry.is_packed_on_device))
         return True
 
     def evict(self, entry: AdapterEntry) -> None:
         assert entry.index is not None
         self._counters.adapters_evicted_from_device += 1
+        if entry.identity in self._ordered_loads:
+            self._ordered_loads.remove(entry.identity)
+            self._space.finish_loading(entry.identity)
         self._space.free(entry.identity)
         self._ops.append(UnloadOp(entry.index))
         del self._by_index[entry.index], self._entries[entry.identity]

@@ -1,4 +1,4 @@
-"""The host tier. The host tier: adapters in host memory, prepared for copying to the device."""
+"""The host tier: adapters in host memory, prepared for copying to the device."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -31,8 +31,8 @@ class HostTier:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def start_preparing(self, entry: AdapterEntry, is_overdue: bool) -> bool:
-        """Start preparing an adapter. Return False if host memory is full."""
+    def start_preparing(self, entry: AdapterEntry, is_overdue: bool, is_packed: bool = False) -> bool:
+        """Start preparing an adapter. Return False if host memory is full. See `PrepareOp` for `is_packed`."""
         num_bytes = self._max_bytes(entry.spec)
         if not self.free_space(num_bytes, is_overdue):
             return False
@@ -40,7 +40,7 @@ class HostTier:
         entry.is_preparing, entry.num_bytes, entry.error = True, num_bytes, None
         self.bytes_used += num_bytes
         self.num_preparing += 1
-        self._ops.append(PrepareOp(entry.spec))
+        self._ops.append(PrepareOp(entry.spec, is_packed))
         return True
 
     def find_error(self, spec: AdapterSpec) -> AdapterError | None:
@@ -64,7 +64,7 @@ class HostTier:
         if result.error is None:
             self._counters.adapters_prepared += 1
             entry.is_prepared, entry.units, entry.vocab_size = True, result.units, result.vocab_size
-            entry.changes_kv = result.changes_kv
+            entry.changes_kv, entry.is_packed_on_device = result.changes_kv, result.is_on_device
             self._entries[entry.identity] = entry
 
     def touch(self, entry: AdapterEntry) -> None:

@@ -80,6 +80,14 @@ class AdapterTable:
         if prefetch and entry.state is AdapterStage.DISK:
             self._prefetch[spec.identity] = entry
 
+    def add_packed(self, spec: AdapterSpec, result: PrepareResult) -> None:
+        """Register an adapter that `Executor.pack` has packed. If host memory is full, the adapter is prepared later,
+        like other adapters.
+        """
+        self.register(spec, prefetch=False)
+        if self._host.start_preparing(self._registry[spec.identity], is_overdue=False, is_packed=True):
+            self.process_prepared(result)
+
     @property
     def num_preparing(self) -> int:
         return self._host.num_preparing
@@ -338,6 +346,9 @@ class AdapterTable:
                 return False
         del self._to_load[entry.identity]
         self._host.touch(entry)
+        if entry.is_packed_on_device:
+            assert entry.index is not None
+            self.process_loaded([entry.index])
         return True
 
     def _mark_loaded(self, entry: AdapterEntry) -> None:

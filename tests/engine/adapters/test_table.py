@@ -945,9 +945,9 @@ def test_no_empty_steps_during_load(max_steps_in_flight: int) -> None:
     simulation.put("a", 1, 4)
     load = simulation.workers._load
 
-    def load_slowly(identity: str, index: int, first_unit: int) -> None:
-        load(identity, index, first_unit)
-        simulation.workers._loads[index].turns_left = 50
+    def load_slowly(*op: Any) -> None:
+        load(*op)
+        simulation.workers._loads[op[1]].turns_left = 50
 
     simulation.workers._load = load_slowly  # type: ignore[method-assign]
     submitted = simulation.submit("a", [1, 2, 3], num_tokens=3)
@@ -1284,6 +1284,14 @@ class TableStateMachine(RuleBasedStateMachine):
         spec = self.simulation.put(name, self.versions[name], units)
         if fails and units % 2:
             self.simulation.workers.failing[spec.identity] = 1
+
+    @rule(name=st.sampled_from("abcd"), units=st.sampled_from([1, 1, 2, 2, 3, 4, 5, 11]))
+    def update(self, name: str, units: int) -> None:
+        self.versions[name] += 1
+        try:
+            self.loads.append(self.simulation.update(name, self.versions[name], units))
+        except AdapterError as error:
+            assert "bytes of host memory" in str(error)
 
     @rule(
         name=st.sampled_from(["a", "a", "b", "c", "d", None]),
