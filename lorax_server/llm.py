@@ -358,10 +358,10 @@ class LLM:
         """Replace an adapter's weights. Requests that start after this call use the new weights.
 
         `tensors` has the same names as `adapter_model.safetensors`. Do not change the tensors until the call returns.
-        `config` is a PEFT config or a
-        mapping as in `adapter_config.json`; None keeps the current config. With `running="finish"`, unfinished requests
-        keep the old weights. With `running="move"`, their next step uses the new weights with the existing KV cache.
-        After an error, the old weights stay in use.
+        Tensors on the model's GPU may still be computed on the current stream. `config` is a PEFT config or a mapping
+        as in `adapter_config.json`; None keeps the current config. With `running="finish"`, unfinished requests keep
+        the old weights. With `running="move"`, their next step uses the new weights with the existing KV cache. After
+        an error, the old weights stay in use.
         """
         if running not in ("finish", "move"):
             raise InputError(f"running must be 'finish' or 'move' (got {running!r})")

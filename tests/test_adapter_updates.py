@@ -23,8 +23,8 @@ from lorax_server.types import StopParams
 from lorax_server.worker.copier import Copier
 from lorax_server.worker.device_packer import DevicePacker
 from tests.models.tiny import SERVED, make_model, make_tokenizer, save
-from tests.worker.fake_copy_stream import FakeCopyStream
 from tests.test_llm import NEW_TOKENS, SMALL, STOP, TARGETS, generate_greedy, write_adapter
+from tests.worker.fake_copy_stream import FakeCopyStream
 
 PROMPT = list(range(3, 16))
 NUM_VERSIONS = 4

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lorax_server.adapters.config import AdapterConfig
+from lorax_server.adapters.config import AdapterConfig, parse_config
 from lorax_server.adapters.host import UNIT_BYTES, HostAdapter, copy_tensor, empty_table
 from lorax_server.adapters.target import AdapterTarget, TargetKind
 from lorax_server.adapters.tensor_reader import is_finite
@@ -103,6 +103,20 @@ class LoraLayout:
             any(module not in after_kv for module in keys),
         )
         return cls(adapter.config, _describe(tensors), packed, end, tuple(factors), tuple(padding))
+
+    @classmethod
+    def make_example(cls, dtype: torch.dtype) -> "LoraLayout":
+        """Return a small layout with two layers."""
+        config = parse_config({"peft_type": "LORA", "r": 16, "lora_alpha": 16, "target_modules": ["layer"]}, "example")
+        shapes = (torch.Size((16, 64)), torch.Size((64, 16)))
+        factors = tuple(
+            _Factor(f"layers.{layer}.{field}", (2 * layer + field) * shape.numel(), shape, bool(field))
+            for layer in range(2)
+            for field, shape in enumerate(shapes)
+        )
+        packed = HostAdapter(torch.empty(0, dtype=dtype), empty_table(0), torch.zeros(0), 0, 0)
+        num_elements = sum(factor.shape.numel() for factor in factors)
+        return cls(config, {factor.key: (factor.shape, dtype) for factor in factors}, packed, num_elements, factors, ())
 
     def fits(self, config: AdapterConfig, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Return True if the tensors of another version have the same layout."""

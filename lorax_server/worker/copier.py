@@ -154,9 +154,7 @@ class Copier:
             self._failure = error
             self.notify()
 
-    def _copy_to_device(
-        self, target: torch.Tensor, sources: Sequence[torch.Tensor], copy_handle: CopyHandle
-    ) -> None:
+    def _copy_to_device(self, target: torch.Tensor, sources: Sequence[torch.Tensor], copy_handle: CopyHandle) -> None:
         """Copy tensors to the device. The next chunk is staged while previous chunks are copied to the device."""
         start = 0
         for pieces in _split(sources, self._buffer_bytes // target.itemsize):

@@ -25,6 +25,13 @@ class DevicePacker:
         self._copier = copier
         self._host_memory = ReusedMemory()
 
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Load the kernels, because loading kernels during the first update would delay steps."""
+        layout = LoraLayout.make_example(dtype)
+        for device in (torch.device("cpu"), self._device):
+            tensors = {key: torch.zeros(shape, dtype=dtype, device=device) for key, (shape, _) in layout.shapes.items()}
+            self.pack(layout, tensors)
+
     def pack(self, layout: LoraLayout, tensors: Mapping[str, torch.Tensor]) -> HostAdapter | None:
         """Return the adapter in the device layout, in device memory. The tensors are read before this returns.
 

@@ -41,6 +41,7 @@ from lorax_server.pooling import PoolingConfig, read_pooling
 from lorax_server.weights import Placement
 from lorax_server.worker.adapter_memory import AdapterMemory
 from lorax_server.worker.copier import Copier, CopyStream
+from lorax_server.worker.device_packer import DevicePacker
 from lorax_server.worker.expert_balance import ExpertBalance
 from lorax_server.worker.graphs import STEP_PRIORITY, GraphSizes, graph_sizes
 from lorax_server.worker.memory import (
@@ -59,7 +60,6 @@ from lorax_server.worker.memory import (
 )
 from lorax_server.worker.model_info import describe_model, find_max_length, reserve_rotary
 from lorax_server.worker.pooled_runner import build_pooled_runner
-from lorax_server.worker.device_packer import DevicePacker
 from lorax_server.worker.preparer import Preparer
 from lorax_server.worker.runner import PagedRunner
 from lorax_server.worker.warm_up import CacheShape, warm_up
@@ -363,13 +363,14 @@ def _build_paged(
     return Worker(capabilities, runner, memory, preparer, balance=balance, can_retry=group.size() == 1, stream=stream)
 
 
-def _make_preparer(
-    model: PagedCausalLM, group: ProcessGroup, memory: AdapterMemory, copier: Copier | None
-) -> Preparer:
+def _make_preparer(model: PagedCausalLM, group: ProcessGroup, memory: AdapterMemory, copier: Copier | None) -> Preparer:
     host_group = group.make_host_group() if isinstance(group, TorchGroup) else group
     targets, dtype = collect_adapter_targets(model), model.lm_head.linear.weight.dtype
     after_kv = model.find_targets_after_kv()
-    packer = None if copier is None or group.size() > 1 else DevicePacker(memory.arena.buffer.device, copier)
+    packer = None
+    if copier is not None and group.size() == 1:
+        packer = DevicePacker(memory.arena.buffer.device, copier)
+        packer.warm_up(dtype)
     return Preparer(targets, dtype, host_group, max_rank=model.ops.max_lora_rank, after_kv=after_kv, packer=packer)
 
 

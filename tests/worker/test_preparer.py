@@ -203,6 +203,20 @@ def make_packer(device: str, copier: Copier) -> DevicePacker:
     return DevicePacker(torch.device(device), copier)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cpu:0"])
+def test_packer_warms_up(device: str, copier: Copier, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = list[HostAdapter | None]()
+    pack = LoraLayout.pack_staged
+
+    def record(self: LoraLayout, staged: torch.Tensor) -> HostAdapter | None:
+        packed.append(pack(self, staged))
+        return packed[-1]
+
+    monkeypatch.setattr(LoraLayout, "pack_staged", record)
+    make_packer(device, copier).warm_up(torch.bfloat16)
+    assert [None if each is None else each.buffer.shape for each in packed] == [(4096,)] * 2
+
+
 @pytest.fixture
 def copier() -> Iterator[Copier]:
     copier = Copier(FakeCopyStream(), 2, 4096)
