@@ -42,11 +42,13 @@ class DevicePacker:
         devices = {source.device for source in sources}
         if devices not in ({self._device}, {torch.device("cpu")}):
             return None
-        self._copier.wait_for_caller_stream()  # the caller may still be computing the tensors
+        is_on_device = devices == {self._device}
+        if is_on_device:
+            self._copier.wait_for_caller_stream()  # the caller may still be computing the tensors
         try:
             with self._copier.use_stream():
                 staged = torch.empty(layout.num_staged, dtype=layout.packed.buffer.dtype, device=self._device)
-                if devices == {self._device}:
+                if is_on_device:
                     torch._foreach_copy_(staged.split([len(source) for source in sources]), sources)
                 else:
                     self._copier.wait_until_submitted(self._copier.start_all(staged, sources))

@@ -1,6 +1,7 @@
 """Uploads of adapter weights to a server with a real engine: each response has the tokens of exactly one version."""
 
 import random
+import shutil
 import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -81,6 +82,19 @@ def test_running_request_moves(server: Server, folder: Path) -> None:
         assert len(running.result()[1]) > 0
     assert generate(server, "first") == generate(server, "variant")
     server.send("POST", "/v1/adapters/unload", {"adapter_id": "first"}, ADMIN)
+
+
+def test_vllm_load_route_replaces_an_adapter_in_place(server: Server, folder: Path) -> None:
+    """A trainer writes new weights to the same folder, and loads them again."""
+    expected = [generate(server, name)[1] for name in ("first", "variant")]
+    path, body = folder / "adapters" / "policy", {"lora_name": "policy-lora", "lora_path": "policy"}
+    shutil.copytree(folder / "adapters" / "first", path)
+    assert server.send("POST", "/v1/load_lora_adapter", body, ADMIN).status == 200
+    assert generate(server, "policy-lora")[1] == expected[0]
+    (path / "adapter_model.safetensors").write_bytes(weights_of(folder, "variant"))
+    assert server.send("POST", "/v1/load_lora_adapter", body | {"load_inplace": True}, ADMIN).status == 200
+    assert generate(server, "policy-lora")[1] == expected[1]
+    assert server.send("POST", "/v1/unload_lora_adapter", {"lora_name": "policy-lora"}, ADMIN).status == 200
 
 
 def make_invalid(what: str, weights: bytes, folder: Path) -> bytes:
