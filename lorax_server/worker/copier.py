@@ -24,8 +24,8 @@ COPIER_CHECK_INTERVAL_S = 0.1  # interval at which a waiting thread checks for a
 class CopyStream:
     """A CUDA stream for copies and for packing adapters.
 
-    Its priority equals the priority of steps, because the few short kernels that pack an adapter would otherwise wait
-    for gaps between the kernels of steps. Priorities have no effect on copies between host and device.
+    To pack adapters quickly, it needs the priority of the step stream. With a lower priority, the few short kernels
+    would wait for gaps between the kernels of steps. Priorities do not affect copies between host and device.
     """
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
