@@ -16,15 +16,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lorax_server.cli.packaged_models import find_local_model
 from lorax_server.gguf.model_folder import list_models
-from lorax_server.kernels import quantize_float8
 from lorax_server.llm import LLM
 from lorax_server.text.tokenizer import load_tokenizer
 from lorax_server.types import StopParams
 
 DOCS = Path(__file__).parent.parent / "docs"
 CHUNK_TOKENS = 512
-MAX_FLOAT8 = 448
-METHODS = ("int8", "int4", "fp8", "bitsandbytes-nf4", "bitsandbytes-fp4")
+METHODS = ("int8", "int4", "fp8", "fp8-dynamic", "bitsandbytes-nf4", "bitsandbytes-fp4")
 
 
 def dequantize(path: Path, folder: Path) -> Path:
@@ -50,29 +48,6 @@ def measure(folder: Path, text: str, num_chunks: int, quantize: str | None) -> f
     return math.exp(-sum(logprobs) / len(logprobs))
 
 
-def round_activations(x: torch.Tensor) -> torch.Tensor:
-    """Round to 8-bit floats with one scale per token."""
-    scales = x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / MAX_FLOAT8
-    return (x / scales).to(torch.float8_e4m3fn).float() * scales
-
-
-@torch.inference_mode()
-def measure_activations(folder: Path, text: str, num_chunks: int) -> float:
-    """Return the perplexity with weights and activations of all linear layers but the head as 8-bit floats."""
-    ids = load_tokenizer(folder).encode(text)[: num_chunks * CHUNK_TOKENS]
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    for name, layer in model.named_modules():
-        if isinstance(layer, torch.nn.Linear) and name != "lm_head":
-            layer.weight.copy_(quantize_float8(layer.weight, layer.in_features).read())
-            layer.register_forward_pre_hook(lambda _, inputs: (round_activations(inputs[0]),))
-    losses = []
-    for start in range(0, len(ids), CHUNK_TOKENS):
-        chunk = torch.tensor([ids[start : start + CHUNK_TOKENS]])
-        logits = model(chunk).logits[0, :-1]
-        losses.append(torch.nn.functional.cross_entropy(logits, chunk[0, 1:], reduction="none"))
-    return float(torch.cat(losses).mean().exp())
-
-
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--model", default="smollm2", help="model folder, GGUF file or smollm2")
@@ -87,7 +62,6 @@ def main() -> None:
         folder = dequantize(files[0], Path(scratch)) if files else found
         text = options.text.read_text() if options.text else text
         values = {name: measure(folder, text, options.chunks, name) for name in (None, *METHODS)}
-        values["fp8 with 8-bit activations"] = measure_activations(folder, text, options.chunks)
     plain = values.pop(None)
     records = [Record("perplexity, float32", plain, "")]
     for name, value in values.items():

@@ -16,7 +16,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 # Values of `quantize` that quantize 16-bit weights while loading. The last three are LoRAX's names.
 WEIGHT_BITS = {"int8": 8, "int4": 4, "bitsandbytes": 8, "eetq": 8, "hqq-4bit": 4}
 # Values that round 16-bit weights to 4-bit or 8-bit floats.
-ROUNDED_FORMATS = {"bitsandbytes-nf4": "nf4", "bitsandbytes-fp4": "fp4", "fp8": "fp8"}
+ROUNDED_FORMATS = {"bitsandbytes-nf4": "nf4", "bitsandbytes-fp4": "fp4", "fp8": "fp8", "fp8-dynamic": "fp8-dynamic"}
 CHECKPOINT_FORMATS = ("gptq", "awq", "fp8")  # confirm the format of a quantized checkpoint, as in LoRAX
 QUANTIZE_METHODS = ("fp8-kv", *WEIGHT_BITS, *ROUNDED_FORMATS, "gptq", "awq")
 TASKS = ("auto", "generate", "embed", "classify", "token-classify", "score")

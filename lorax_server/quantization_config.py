@@ -11,7 +11,7 @@ from lorax_server.errors import ConfigError
 SUPPORTED_METHODS = "compressed-tensors, fp8, fbgemm_fp8, gptq, awq, bitsandbytes"
 INTEGER_BITS = (4, 8)
 # Bytes per weight of linear layers on a GPU that are quantized while loading, including scales.
-LOADED_BYTES = {"int8": 1.125, "int4": 0.625, "fp8": 1.0625, "nf4": 0.5625, "fp4": 0.5625}
+LOADED_BYTES = {"int8": 1.125, "int4": 0.625, "fp8": 1.0625, "fp8-dynamic": 1.03, "nf4": 0.5625, "fp4": 0.5625}
 # compressed-tensors formats by the kind of values that they store.
 PACKED_FORMAT, INTEGER_FORMAT, FLOAT_FORMAT = "pack-quantized", "int-quantized", "float-quantized"
 COMPRESSED_FORMATS = (PACKED_FORMAT, INTEGER_FORMAT, FLOAT_FORMAT, "naive-quantized", "mixed-precision", "dense")

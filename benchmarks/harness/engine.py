@@ -32,7 +32,7 @@ MAX_NUM_SEQS = 256
 ADAPTER_BYTES = 24 * 2**30  # device memory for 256 adapters of rank 16
 ADAPTER_HOST_BYTES = 34 * 2**30
 # Bytes per weight of linear layers on a GPU for values of `--quantize`, including float32 scales.
-QUANTIZE_BYTES = {"int8": 1.125, "int4": 0.625, "fp8": 1.0625, "bitsandbytes-nf4": 0.5625}
+QUANTIZE_BYTES = {"int8": 1.125, "int4": 0.625, "fp8": 1.0625, "fp8-dynamic": 1.03, "bitsandbytes-nf4": 0.5625}
 
 
 class Adapter(NamedTuple):

@@ -80,6 +80,7 @@ class LinearWeights(DerivedCache):
 
     weight: torch.Tensor | StoredMatrix  # [out, in]
     bias: torch.Tensor | None = None
+    rounds_inputs: bool = False  # if True, the product (without adapters) rounds `x` with `quantized.round_rows`
     derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @property

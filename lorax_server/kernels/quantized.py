@@ -19,10 +19,13 @@ PACKED_INPUTS = 32  # inputs per group of packed 4-bit values
 MIN_BLOCK = 16  # inputs per scale
 READ_CHUNK_ELEMENTS = 2**22  # matrix elements to decode at a time, to limit temporary memory
 MIN_FLOAT8_SCALE = 1e-30  # smaller scales lose accuracy
+MAX_FLOAT8 = torch.finfo(torch.float8_e4m3fn).max
 
 
 class QuantizedMatrix(StoredMatrix):
     """A quantized matrix as loaded from a checkpoint, before `Ops.make_linear` converts it for the kernels."""
+
+    rounds_inputs: bool = False  # if True, products round activations, too (see `round_rows`)
 
     @property
     @abstractmethod
@@ -71,6 +74,7 @@ class BlockMatrix(QuantizedMatrix):
     bits: int  # 4 or 8
     dtype: torch.dtype
     levels: torch.Tensor | None = None  # [2 ** bits] float32
+    rounds_inputs: bool = False
 
     def __post_init__(self) -> None:
         is_whole = self.block == MIN_BLOCK or self.block % PACKED_INPUTS == 0
@@ -328,6 +332,19 @@ def quantize_blocks(weight: torch.Tensor, bits: int, block: int = 32) -> BlockMa
 def quantize_float8(weight: torch.Tensor, block: int) -> BlockMatrix:
     """Round a matrix to 8-bit floats (e4m3fn) with a float32 scale per block."""
     blocks = weight.float().unflatten(1, (-1, block))
-    scales = (blocks.abs().amax(-1) / torch.finfo(torch.float8_e4m3fn).max).clamp(min=MIN_FLOAT8_SCALE)
+    scales = (blocks.abs().amax(-1) / MAX_FLOAT8).clamp(min=MIN_FLOAT8_SCALE)
     values = (blocks / scales[..., None]).to(torch.float8_e4m3fn).view(weight.shape)
     return BlockMatrix(values.view(torch.uint8), scales, None, 8, weight.dtype, float8_levels(weight.device))
+
+
+def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round activations to 8-bit floats (e4m3fn). Return the values, and a float32 scale per row `[rows, 1]`."""
+    wide = x.float()
+    largest = wide.abs().amax(-1, keepdim=True).clamp(min=MAX_FLOAT8 * MIN_FLOAT8_SCALE)
+    return (wide * (MAX_FLOAT8 / largest)).to(torch.float8_e4m3fn), largest / MAX_FLOAT8
+
+
+def round_inputs(x: torch.Tensor) -> torch.Tensor:
+    """Return activations that are rounded to 8-bit floats, in their original dtype."""
+    values, scales = round_rows(x)
+    return (values.float() * scales).to(x.dtype)

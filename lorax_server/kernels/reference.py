@@ -26,7 +26,7 @@ from lorax_server.kernels.ops import (
     PagedBatch,
     Routing,
 )
-from lorax_server.kernels.quantized import QuantizedMatrix
+from lorax_server.kernels.quantized import BlockMatrix, QuantizedMatrix, round_inputs
 from lorax_server.kernels.whole_sequences import make_mask
 
 MAX_SCORE_ELEMENTS = 2**27  # limits the memory for attention scores of long prompts
@@ -278,7 +278,7 @@ def view_buffer(lora: LoraBatch, offset: int, rows: int, width: int) -> torch.Te
 def linear(
     x: torch.Tensor, weights: LinearWeights, lora: LoraBatch | None, targets: Sequence[LoraTarget]
 ) -> torch.Tensor:
-    out = F.linear(x, weights.plain, weights.bias)
+    out = F.linear(round_inputs(x) if weights.rounds_inputs else x, weights.plain, weights.bias)
     if lora is not None:
         add_lora(out, x, lora, targets)
         scale_and_shift(out, lora, targets)
@@ -301,10 +301,12 @@ def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 
 def keeps_quantized(matrix: QuantizedMatrix) -> bool:
-    return not matrix.has_levels
+    return not matrix.has_levels or matrix.rounds_inputs
 
 
 def make_linear(weight: torch.Tensor | StoredMatrix, bias: torch.Tensor | None) -> LinearWeights:
+    if isinstance(weight, BlockMatrix) and weight.rounds_inputs:  # there are no kernels for these levels
+        return LinearWeights(weight.read(), bias, rounds_inputs=True)
     return LinearWeights(weight, bias)
 
 

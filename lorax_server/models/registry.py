@@ -190,8 +190,13 @@ def _check_quantize(settings: ModelConfig, config: Any, quantization: Quantizati
     if settings.rounded_format is not None:
         if settings.rounded_format != "fp8" and any(getattr(config, field, None) for field in EXPERT_COUNT_FIELDS):
             raise ConfigError(
-                f"quantize = {settings.quantize} is not supported for mixtures of experts, because bitsandbytes rounds "
-                "experts only in some versions of transformers; serve the quantized checkpoint"
+                f"quantize = {settings.quantize} is not supported for mixtures of experts, "
+                + (
+                    "because experts have no kernels for rounded activations; use fp8"
+                    if settings.rounded_format == "fp8-dynamic"
+                    else "because bitsandbytes rounds experts only in some versions of transformers; serve the "
+                    "quantized checkpoint"
+                )
             )
         logger.info(
             "quantize = %s: linear layers are rounded to %s%s",

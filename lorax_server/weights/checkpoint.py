@@ -4,7 +4,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NotRequired, Self, TypedDict, Unpack
@@ -64,7 +64,7 @@ QUANTIZE_CHUNK_ELEMENTS = 2**22  # matrix elements to quantize at a time, to lim
 QUANTIZATION_BLOCK_SIZE = 32  # inputs per scale in matrices that are quantized here
 # Parts of the names of embeddings and LM heads.
 VOCABULARY_PARTS = ("embed", "lm_head", "wte.", "wpe.")
-LINEAR_BITS = 4  # `min_bits` of linear layers. Only these are rounded to nf4, fp4 or fp8.
+LINEAR_BITS = 4  # `min_bits` of linear layers. Only these are rounded to floats of 4 or 8 bits.
 
 
 class Placement(TypedDict):
@@ -76,7 +76,7 @@ class Placement(TypedDict):
     ops: Ops
     progress: NotRequired[LoadProgress]  # logs the bytes loaded
     quantize_bits: NotRequired[int | None]  # quantize matrices of float checkpoints to 4 or 8 bits
-    rounded_format: NotRequired[str | None]  # round linear layers of float checkpoints to nf4, fp4 or fp8
+    rounded_format: NotRequired[str | None]  # a value of `ROUNDED_FORMATS`, for linear layers of float checkpoints
 
 
 class Weights:
@@ -283,16 +283,18 @@ class Weights:
         return BlockMatrix.concat([quantize_blocks(each, bits, QUANTIZATION_BLOCK_SIZE) for each in rows])
 
     def _round(self, matrix: torch.Tensor, rounded_format: str) -> torch.Tensor | BlockMatrix:
-        if rounded_format != "fp8":
+        is_dynamic = rounded_format == "fp8-dynamic"
+        if rounded_format != "fp8" and not is_dynamic:
             return round_to_4_bits(matrix, rounded_format, self.dtype)
         if matrix.shape[1] % ROUNDING_BLOCK:
             raise ConfigError(
-                f"the weights cannot be rounded to fp8: a matrix has {matrix.shape[1]} inputs, which is not a multiple "
-                f"of {ROUNDING_BLOCK}"
+                f"the weights cannot be rounded to {rounded_format}: a matrix has {matrix.shape[1]} inputs, which is "
+                f"not a multiple of {ROUNDING_BLOCK}"
             )
         count = max(1, QUANTIZE_CHUNK_ELEMENTS // matrix.shape[1])
         rows = (each.to(self.dtype).contiguous() for each in matrix.split(count))
-        return BlockMatrix.concat([quantize_float8(each, ROUNDING_BLOCK) for each in rows])
+        block = matrix.shape[1] if is_dynamic else ROUNDING_BLOCK
+        return replace(BlockMatrix.concat([quantize_float8(each, block) for each in rows]), rounds_inputs=is_dynamic)
 
     def _resolve(self, name: str) -> str:
         for candidate in _candidate_names(name):

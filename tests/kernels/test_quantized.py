@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lorax_server.kernels import BlockMatrix, ReorderedMatrix, concat_matrices, quantized
-from lorax_server.kernels.quantized import quantize_blocks
+from lorax_server.kernels import BlockMatrix, LinearWeights, ReorderedMatrix, concat_matrices, quantized, reference
+from lorax_server.kernels.quantized import quantize_blocks, quantize_float8, round_inputs, round_rows
 from tests.kernels.quantized_cases import INPUTS, KINDS, Kind, make_matrix, reorder
 
 PLACES = ((0, 0), (1, 15), (2, 16), (3, 47), (5, 95), (4, 191))
@@ -123,3 +123,39 @@ def test_reordered_matrices_stay_quantized_if_their_orders_are_equal() -> None:
         assert isinstance(joined, ReorderedMatrix) == (matrix is second)
         weights = joined if isinstance(joined, torch.Tensor) else joined.read()
         assert torch.equal(weights, torch.cat([first.read(), matrix.read()]))
+
+
+def test_activations_are_rounded_to_the_nearest_8_bit_float_per_row() -> None:
+    x = torch.randn(7, 160, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16) * 3
+    x[2], x[3] = 0, x[3] * 1e-20
+    values, scales = round_rows(x)
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    numbers = numbers[numbers.isfinite()]
+    assert values.dtype == torch.float8_e4m3fn
+    for row in range(7):
+        largest = float(x[row].float().abs().max())
+        scaled = x[row].float() * 448 / (largest or 1)
+        nearest = (scaled[:, None] - numbers).abs().amin(1)
+        torch.testing.assert_close((scaled - values[row].float()).abs(), nearest, rtol=0, atol=1e-4)
+        assert float(scales[row]) == pytest.approx(largest / 448, rel=1e-6, abs=1e-29)
+    torch.testing.assert_close(round_inputs(x), (values.float() * scales).to(torch.bfloat16), rtol=0, atol=0)
+
+
+def test_invalid_activations_stay_invalid() -> None:
+    x = torch.ones(3, 32)
+    x[0, 5], x[1, 6] = torch.nan, torch.inf
+    assert round_inputs(x).isnan().any(1).tolist() == [True, True, False]
+
+
+def test_product_rounds_activations_but_adapters_do_not() -> None:
+    generator = torch.Generator().manual_seed(2)
+    weight, x = torch.randn(24, 64, generator=generator), torch.randn(5, 64, generator=generator)
+    matrix = replace(quantize_float8(weight, 64), rounds_inputs=True)
+    linear = reference.make_linear(matrix, torch.ones(24))
+    assert linear.rounds_inputs
+    assert torch.equal(linear.plain, matrix.read())
+    scales = x.abs().amax(1, keepdim=True) / 448
+    expected = (x / scales).to(torch.float8_e4m3fn).float() * scales @ matrix.read().t() + 1
+    torch.testing.assert_close(reference.linear(x, linear, None, ()), expected, rtol=1e-3, atol=1e-3)
+    exact = reference.linear(x, LinearWeights(matrix.read(), torch.ones(24)), None, ())
+    assert (exact - expected).abs().max() > 0.05

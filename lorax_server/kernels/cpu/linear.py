@@ -34,8 +34,8 @@ class CpuLinears(CpuActivations):
 
     def make_linear(self, weight: torch.Tensor | QuantizedMatrix, bias: torch.Tensor | None) -> LinearWeights:
         matrix: StoredMatrix
-        if weight.dtype not in DTYPES:
-            return LinearWeights(weight, bias)
+        if weight.dtype not in DTYPES or (isinstance(weight, BlockMatrix) and weight.rounds_inputs):
+            return reference.make_linear(weight, bias)
         if isinstance(weight, BlockMatrix):
             matrix = to_block_panels(weight, self._library.panel, self._library.weight_bias)
         elif isinstance(weight, QuantizedMatrix):

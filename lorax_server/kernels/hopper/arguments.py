@@ -35,13 +35,13 @@ class LinearArgs(ctypes.Structure):
         *_fields(ctypes.c_ubyte * (2 * MAP_BYTES), "a"),
         *_fields(ctypes.c_ubyte * (2 * MAX_SLICES * MAP_BYTES), "b"),
         *_fields(POINTER, "x buffer y v d bias table adapters items records parts num_items num_parts num_tiles flags"),
-        *_fields(POINTER, "counters"),
+        *_fields(POINTER, "counters row_scales"),
         *_fields(INT, "K"),
         *_fields(INT * MAX_SLICES, "N"),
         *_fields(
             INT, "slices x_stride y_stride M T max_items max_parts target num_targets lora_blocks steps early zero"
         ),
-        ("_padding", ctypes.c_ubyte * 60),  # pads the struct to a multiple of its alignment
+        ("_padding", ctypes.c_ubyte * 52),  # pads the struct to a multiple of its alignment
     ]
 
 
@@ -54,6 +54,14 @@ class QuantizedWeights(ctypes.Structure):
 
 class DequantizeArgs(ctypes.Structure):
     _fields_ = [("weights", QuantizedWeights), ("out", POINTER), *_fields(INT, "first rows inputs")]
+
+
+class UnpackArgs(ctypes.Structure):
+    _fields_ = [*_fields(POINTER, "records values scales"), *_fields(INT, "rows inputs")]
+
+
+class RoundArgs(ctypes.Structure):
+    _fields_ = [*_fields(POINTER, "x values scales"), *_fields(INT, "n")]
 
 
 class PlanArgs(ctypes.Structure):

@@ -25,10 +25,14 @@ template <class Number> DEVICE Four load_four(const u16* from) {
   return {{a.x, a.y, b.x, b.y}};
 }
 
-// Finish four outputs of one row: add bias and D, then apply output scale and output bias.
+// Finish four outputs of one row: apply the scale of the row, add bias and D, then apply output scale and output bias.
 template <class Number, bool LORA>
 DEVICE void finish_outputs(const LinearArgs& p, float4 product, int row, int column, int slice) {
   Four y = {{product.x, product.y, product.z, product.w}};
+  if (p.row_scales) {
+    const float scale = __ldcg(p.row_scales + row);
+    y.multiply({{scale, scale, scale, scale}});
+  }
   const i64 at = (i64)row * p.y_stride + column;
   if (p.bias) y.add(load_four<Number>(p.bias + column));
   if (LORA) {

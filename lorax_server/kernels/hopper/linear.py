@@ -17,6 +17,7 @@ from lorax_server.kernels.hopper.arguments import (
     THREADS,
     LinearArgs,
     PlanArgs,
+    RoundArgs,
 )
 from lorax_server.kernels.hopper.driver import Kernels, lora_factor_maps, matrix_map, slabs_map
 from lorax_server.kernels.hopper.linear_settings import (
@@ -28,6 +29,7 @@ from lorax_server.kernels.hopper.linear_settings import (
 from lorax_server.kernels.hopper.packed import PackedMatrix
 from lorax_server.kernels.hopper.sources import (
     HEIGHTS,
+    ROUND_THREADS,
     STEP_INPUTS,
     AddLoraVariant,
     DequantizeVariant,
@@ -35,6 +37,8 @@ from lorax_server.kernels.hopper.sources import (
     PackedFormat,
     PlanVariant,
     QuantizedVariant,
+    RoundVariant,
+    UnpackVariant,
     Variant,
 )
 from lorax_server.kernels.ops import MAX_RANK, LinearWeights, LoraBatch, LoraTarget
@@ -137,6 +141,10 @@ class FusedLinear:
             variants |= {self._quantized_variant(packed, height, setting, lora) for lora in {False, with_lora}}
         return variants
 
+    def rounding_variants(self) -> set[Variant]:
+        """Return the additional kernel variants of layers that round activations."""
+        return {UnpackVariant(), *(RoundVariant(self.dtype, is_wide) for is_wide in (False, True))}
+
     def plan(self, lora: LoraBatch) -> LoraPlan:
         return lora.cached("fused plan", lambda: self._make_plan(lora))
 
@@ -209,17 +217,52 @@ class FusedLinear:
         assert isinstance(matrix, PackedMatrix)
         outputs, inputs = weights.shape
         out = torch.empty(len(x), outputs, dtype=self.dtype, device=self.device)
-        for x_part, out_part in zip(x.split(HEIGHTS[-1]), out.split(HEIGHTS[-1]), strict=True):
+        factors, row_scales = x, None  # the product's inputs; LoRA always reads `x`
+        if weights.rounds_inputs:
+            factors, row_scales = self.round_rows(x, self.dtype)
+        for start in range(0, len(x), HEIGHTS[-1]):
+            x_part, out_part, factors_part = (each[start : start + HEIGHTS[-1]] for each in (x, out, factors))
             height = find_height(len(x_part))
             used = setting or find_quantized_setting(matrix.format, inputs, outputs, height, self.num_sms)
             variant = self._quantized_variant(matrix.format, height, used, lora is not None)
             args = self._make_fused_args(out_part, x_part, weights, lora, targets, variant.ring_bytes)
+            args.row_scales = 0 if row_scales is None else row_scales[start:].data_ptr()
             args.lora_blocks = used.lora_blocks
             args.early = used.early if lora is None else used.early_with_lora
             args.steps = math.ceil(math.ceil(inputs / STEP_INPUTS) / used.cluster)
             blocks = -(-outputs // variant.columns) * used.cluster
-            self._launch(variant, blocks, matrix.argument, slabs_map(x_part, height), args)
+            self._launch(variant, blocks, matrix.argument, slabs_map(factors_part, height), args)
         return out
+
+    def round_rows(self, x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Round activations to 8-bit floats. Return the values in `dtype` (without loss), and a scale per row."""
+        values = torch.empty(x.shape, dtype=dtype, device=self.device)
+        scales = torch.empty(len(x), dtype=torch.float32, device=self.device)
+        args = RoundArgs(x.data_ptr(), values.data_ptr(), scales.data_ptr(), x.shape[1])
+        variant = RoundVariant(self.dtype, is_wide=dtype == self.dtype)
+        self._kernels.get(variant).launch(len(x), ROUND_THREADS, [args], early=True)
+        return values, scales
+
+    def can_multiply_float8(self, matrix: PackedMatrix) -> bool:
+        """Return True if `float8_linear` supports this matrix. torch's product requires these dtypes and sizes."""
+        return self.dtype == torch.bfloat16 and matrix.shape[0] % 16 == 0 and matrix.shape[1] % 16 == 0
+
+    def float8_linear(self, x: torch.Tensor, weights: LinearWeights) -> torch.Tensor:
+        """Return the layer's output without adapters, for weights and activations that are rounded to 8-bit floats.
+        The weights are unpacked to temporary memory.
+        """
+        assert isinstance(weights.weight, PackedMatrix)
+        values, row_scales = self.round_rows(x, torch.float8_e4m3fn)
+        matrix, scales = weights.weight.unpack_float8()
+        out = torch._scaled_mm(
+            values,
+            matrix.t(),
+            scale_a=row_scales[:, None],
+            scale_b=scales[None],
+            out_dtype=self.dtype,
+            use_fast_accum=True,
+        )
+        return out if weights.bias is None else out.add_(weights.bias)
 
     def _make_fused_args(
         self,

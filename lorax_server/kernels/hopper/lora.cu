@@ -37,6 +37,7 @@ struct LinearArgs {
   const int *num_items, *num_parts, *num_tiles;  // [slice], [slice], [1]
   const u8* flags;          // [slice][T] flags of each row's adapter
   int* counters;            // blocks that finished the shrink, finished the expand, and no longer need the counters
+  const float* row_scales;  // [M] scales of rounded inputs; null if the product's inputs are not rounded
   int K, N[3], slices;
   int x_stride, y_stride, M, T, max_items, max_parts;
   int target, num_targets;  // table index of the first slice; targets per adapter

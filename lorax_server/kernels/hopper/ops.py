@@ -38,6 +38,7 @@ from lorax_server.kernels.triton import prefill_attention
 from lorax_server.kernels.triton.kv_cache import rotate_and_write
 from lorax_server.kernels.triton.ops import TritonOps
 
+PROMPT_STEPS = ("sum_parts", "expand_prompt", "add_prompt")
 MAX_FUSED_LORA_ROWS = HEIGHTS[-1]  # larger batches use cuBLAS and a separate LoRA kernel
 MAX_FUSED_LORA_OUTPUTS = 65536  # an LM head would need hundreds of megabytes of scratch memory
 MAX_FUSED_BASE_ROWS = 64  # without adapters; cuBLAS is faster for larger batches
@@ -71,6 +72,7 @@ class HopperOps(TritonOps):
                     variants |= fused.quantized_variants(
                         weights.weight, with_lora and outputs <= MAX_FUSED_LORA_OUTPUTS
                     )
+                    variants |= fused.rounding_variants() if weights.rounds_inputs else set()
                     variants |= {PlanVariant(), AddLoraVariant(fused.dtype)} if with_lora else set()
                 elif not weights.is_quantized:
                     variants |= fused.variants(inputs, outputs, with_lora)
@@ -82,7 +84,7 @@ class HopperOps(TritonOps):
         for dtype in {weights.weight.dtype for weights in linears} & CUDA_TYPES.keys():
             variants |= {GateVariant(dtype, name) for name in ACTIVATIONS}
             if with_lora:
-                variants |= {PromptLoraVariant(dtype, step) for step in ("sum_parts", "expand_prompt")}
+                variants |= {PromptLoraVariant(dtype, step) for step in PROMPT_STEPS}
                 variants |= {PromptLoraVariant(dtype, "gate_prompt", name) for name in ACTIVATIONS}
         for dtype in {weights.weight.dtype for weights in linears} & sampling.LOGITS_CUDA_TYPES.keys():
             variants |= {sampling.SampleVariant(dtype, step) for step in ("apply_penalties", "sample")}
@@ -90,7 +92,9 @@ class HopperOps(TritonOps):
 
     def make_linear(self, weight: torch.Tensor | QuantizedMatrix, bias: torch.Tensor | None) -> LinearWeights:
         packed = pack(weight, self._kernels) if isinstance(weight, BlockMatrix) else None
-        return super().make_linear(weight, bias) if packed is None else LinearWeights(packed, bias)
+        if packed is None:
+            return super().make_linear(weight, bias)
+        return LinearWeights(packed, bias, isinstance(weight, BlockMatrix) and weight.rounds_inputs)
 
     def attend(
         self,
@@ -143,6 +147,8 @@ class HopperOps(TritonOps):
         matrix = weights.weight
         if fused is None or not isinstance(matrix, PackedMatrix):
             return super().multiply_base(x, weights)
+        if weights.rounds_inputs and len(x) > MAX_FUSED_LORA_ROWS and fused.can_multiply_float8(matrix):
+            return fused.float8_linear(x.contiguous(), weights)
         if not 0 < len(x) <= (MAX_QUANTIZED_ROWS if matrix.format.can_use_wgmma else MAX_FUSED_LORA_ROWS):
             return super().multiply_base(x, weights)
         return fused.quantized_linear(x.contiguous(), weights, None, ())
@@ -150,10 +156,13 @@ class HopperOps(TritonOps):
     def _prompt_linear(
         self, x: torch.Tensor, weights: LinearWeights, lora: LoraBatch | None, targets: Sequence[LoraTarget]
     ) -> torch.Tensor:
-        if lora is None or not lora.has_low_rank(targets):
-            out = self.multiply_base(x, weights)
+        adapters = lora if lora is not None and lora.has_low_rank(targets) else None
+        if adapters is not None and not weights.rounds_inputs:
+            out = prompt_lora.linear(self._kernels, x, weights, adapters, targets)
         else:
-            out = prompt_lora.linear(self._kernels, x, weights, lora, targets)
+            out = self.multiply_base(x, weights)
+            if adapters is not None:
+                prompt_lora.add_lora(self._kernels, out, x, adapters, targets)
         if lora is not None:
             self.scale_and_shift(out, lora, targets)
         return out
@@ -171,7 +180,8 @@ class HopperOps(TritonOps):
         if not len(x) or fused is None or not can_gate or not fused.supports(weights, targets):
             return super().gated_linear(x, weights, activation, lora, targets)
         if len(x) > MAX_ROWS and lora is not None and len(targets) == 2 and lora.changes(targets):
-            return prompt_lora.gated_linear(self._kernels, x, weights, activation.name, lora, targets)
+            gate_up = self.multiply_base(x, weights)
+            return prompt_lora.gated_linear(self._kernels, x, gate_up, activation.name, lora, targets)
         return norm_gate.apply_gate(self._kernels, self.linear(x, weights, lora, targets), activation.name)
 
     def rms_norm(

@@ -7,9 +7,15 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from lorax_server.kernels.hopper.arguments import COMPUTE_THREADS, LEVEL_WORDS, DequantizeArgs, QuantizedWeights
+from lorax_server.kernels.hopper.arguments import (
+    COMPUTE_THREADS,
+    LEVEL_WORDS,
+    DequantizeArgs,
+    QuantizedWeights,
+    UnpackArgs,
+)
 from lorax_server.kernels.hopper.driver import Kernels
-from lorax_server.kernels.hopper.sources import CUDA_TYPES, DequantizeVariant, PackedFormat
+from lorax_server.kernels.hopper.sources import CUDA_TYPES, DequantizeVariant, PackedFormat, UnpackVariant
 from lorax_server.kernels.matrix import StoredMatrix
 from lorax_server.kernels.quantized import BlockMatrix, float8_levels, is_same_table
 
@@ -20,6 +26,7 @@ SLAB = 64  # inputs per slab of activations
 NAN_BITS = 0x7F  # of 8-bit floats
 MAX_ZERO = 128  # larger zero points are not exact in bfloat16
 RESCALE = {torch.bfloat16: 64.0, torch.float16: 512.0}  # integers are scaled by the inverse (see CUDA)
+FLOAT8_ROWS = PackedFormat("float8", 1, has_float_scales=True, shift="none")
 LEVEL_FACTORS = 512  # factors that are tried when levels are rounded to 16 bits
 
 
@@ -76,6 +83,17 @@ class PackedMatrix(StoredMatrix):
         kernel = self.kernels.get(DequantizeVariant(self.dtype, self.format))
         kernel.launch(num_tiles * self.records.shape[1], COMPUTE_THREADS, [args], early=False)
         return out
+
+    def unpack_float8(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the values of a matrix with one float32 scale per row, as 8-bit floats, and these scales."""
+        assert self.format == FLOAT8_ROWS
+        assert self.kernels is not None
+        values = torch.empty(self.shape, dtype=torch.float8_e4m3fn, device=self.device)
+        scales = torch.empty(len(self), dtype=torch.float32, device=self.device)
+        args = UnpackArgs(self.argument.records, values.data_ptr(), scales.data_ptr(), *self.shape)
+        blocks = -(-len(self) // TILE) * self.records.shape[1]
+        self.kernels.get(UnpackVariant()).launch(blocks, COMPUTE_THREADS, [args], early=False)
+        return values, scales
 
     def look_up_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """Dequantize rows with torch. The result equals these rows of `read`."""

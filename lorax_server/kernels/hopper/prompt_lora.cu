@@ -75,9 +75,9 @@ template <class Number> DEVICE Vector8<Number> token_outputs(const float (&d)[4]
   return {{d[0][e], d[0][e + 2], d[1][e], d[1][e + 2], d[2][e], d[2][e + 2], d[3][e], d[3][e + 2]}};
 }
 
-// y = V B + bias, before cuBLAS accumulates the base product. blockIdx.x: columns of one slice; blockIdx.y: tile.
-template <class Number>
-DEVICE void expand_prompt(const PromptLoraArgs& p) {
+// y = V B + bias or, with ADD, y += V B + bias. blockIdx.x: columns of one slice; blockIdx.y: tile.
+template <class Number, bool ADD>
+DEVICE void expand_tile(const PromptLoraArgs& p) {
   constexpr int GROUPS = 4;
   const int lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
   int block = blockIdx.x, slice = 0, start = 0;
@@ -103,11 +103,17 @@ DEVICE void expand_prompt(const PromptLoraArgs& p) {
         const int token = t + h * 8 + 2 * c + e;
         if (token >= tile.y || !s.inside) continue;
         Vector8<Number> y = token_outputs<Number>(d[h], e);
+        u16* to = p.y + (i64)(tile.x + token) * p.y_stride + start + s.column;
         y.add(bias);
-        y.store(p.y + (i64)(tile.x + token) * p.y_stride + start + s.column);
+        if (ADD) y.add(Vector8<Number>::load(to));
+        y.store(to);
       }
   }
 }
+// Before cuBLAS accumulates the base product.
+template <class Number> DEVICE void expand_prompt(const PromptLoraArgs& p) { expand_tile<Number, false>(p); }
+// After the base product.
+template <class Number> DEVICE void add_prompt(const PromptLoraArgs& p) { expand_tile<Number, true>(p); }
 
 template <class Number> DEVICE void scale_and_shift(Vector8<Number>& y, const PromptLoraArgs& p, const Slice& s, i64 output_scale, i64 output_bias) {
   if (output_scale >= 0) y.multiply(Vector8<Number>::load(p.buffer + output_scale + s.column));

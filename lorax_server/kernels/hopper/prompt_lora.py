@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
 from lorax_server.kernels.hopper.arguments import PROMPT_THREADS, PromptLoraArgs, SumPartsArgs
 from lorax_server.kernels.hopper.driver import Kernels
@@ -22,22 +21,30 @@ def linear(
     out = torch.empty(len(x), weights.shape[0], dtype=x.dtype, device=x.device)
     args = _make_args(out, _shrink(kernels, x, lora, targets), lora, targets)
     args.bias = 0 if weights.bias is None else weights.bias.data_ptr()
-    blocks = sum(-(-width // PROMPT_COLUMNS) for width in args.N)
-    _launch(kernels, PromptLoraVariant(x.dtype, "expand_prompt"), blocks, args, lora)
+    _launch_expand(kernels, PromptLoraVariant(x.dtype, "expand_prompt"), args, lora)
     return out.addmm_(x, weights.plain.t())
+
+
+def add_lora(
+    kernels: Kernels, out: torch.Tensor, x: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]
+) -> None:
+    """Add LoRA to `out`, the base product."""
+    args = _make_args(out, _shrink(kernels, x, lora, targets), lora, targets)
+    _launch_expand(kernels, PromptLoraVariant(x.dtype, "add_prompt"), args, lora)
 
 
 def gated_linear(
     kernels: Kernels,
     x: torch.Tensor,
-    weights: LinearWeights,
+    gate_up: torch.Tensor,
     activation: str,
     lora: LoraBatch,
     targets: Sequence[LoraTarget],
 ) -> torch.Tensor:
-    """Return `activation(gate) * up` with adapters applied. The activation kernel also adds LoRA."""
+    """Return `activation(gate) * up` with adapters applied to `gate_up`, the base product. The activation kernel also
+    adds LoRA.
+    """
     low_rank = _shrink(kernels, x, lora, targets)
-    gate_up = F.linear(x, weights.plain, weights.bias)
     width = gate_up.shape[1] // 2
     out = torch.empty(len(x), width, dtype=x.dtype, device=x.device)
     args = _make_args(gate_up, low_rank, lora, targets)
@@ -84,3 +91,7 @@ def _make_args(
 def _launch(kernels: Kernels, variant: PromptLoraVariant, blocks: int, args: PromptLoraArgs, lora: LoraBatch) -> None:
     tiles = len(prompt_tiles(lora, TILE_TOKENS))
     kernels.get(variant).launch((blocks, tiles), PROMPT_THREADS, [args], early=True)
+
+
+def _launch_expand(kernels: Kernels, variant: PromptLoraVariant, args: PromptLoraArgs, lora: LoraBatch) -> None:
+    _launch(kernels, variant, sum(-(-width // PROMPT_COLUMNS) for width in args.N), args, lora)

@@ -386,3 +386,46 @@ DEVICE void dequantize(const DequantizeArgs& p) {
       *(uint4*)(p.out + (i64)column * p.inputs + step * STEP_INPUTS + k) = *(const uint4*)(rows + row * STRIDE + k);
   }
 }
+
+struct UnpackArgs {
+  const u8* records;
+  u8* values;     // [rows][inputs]
+  float* scales;  // [rows]
+  int rows, inputs;
+};
+
+// Write the 8-bit floats of a matrix with one float32 scale per row. One block per record.
+template <class Record128>
+DEVICE void unpack_float8(const UnpackArgs& p) {
+  extern __shared__ __align__(128) u8 shared[];
+  static_assert(Record128::GROUPS == 1 && Record128::PAIR_BYTES == 8, "one float32 scale per row");
+  constexpr int STRIDE = STEP_INPUTS + 16, LANE_BYTES = 16;
+  const int steps = (p.inputs + STEP_INPUTS - 1) / STEP_INPUTS, tile = blockIdx.x / steps, step = blockIdx.x % steps;
+  const u8* record = p.records + (i64)blockIdx.x * Record128::BYTES;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
+  uint4 words[PARTS];
+#pragma unroll
+  for (int part = 0; part < PARTS; part++) words[part] = __ldcs((const uint4*)(record + warp * Record128::TILE_BYTES + (part * 32 + lane) * LANE_BYTES));
+#pragma unroll
+  for (int part = 0; part < PARTS; part++) {
+    const u32 w[4] = {words[part].x, words[part].y, words[part].z, words[part].w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {  // upper columns in odd bytes
+      u8* to = shared + (warp * 16 + g) * STRIDE + part * 32 + i * 8 + 2 * c;
+      *(u16*)to = __byte_perm(w[i], 0, 0x4420);
+      *(u16*)(to + 8 * STRIDE) = __byte_perm(w[i], 0, 0x4431);
+    }
+  }
+  if (step == 0 && c == 0) {
+    const float2 scales = Record128::scales(record, warp, 0, lane, 0);
+    const int row = tile * 128 + warp * 16 + g;
+    if (row < p.rows) p.scales[row] = scales.x;
+    if (row + 8 < p.rows) p.scales[row + 8] = scales.y;
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < 128 * (STEP_INPUTS / 16); i += COMPUTE_THREADS) {
+    const int within = i / (STEP_INPUTS / 16), row = tile * 128 + within, k = i % (STEP_INPUTS / 16) * 16;
+    if (row < p.rows && step * STEP_INPUTS + k < p.inputs)
+      *(uint4*)(p.values + (i64)row * p.inputs + step * STEP_INPUTS + k) = *(const uint4*)(shared + within * STRIDE + k);
+  }
+}

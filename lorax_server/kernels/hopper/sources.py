@@ -18,7 +18,9 @@ from lorax_server.kernels.hopper.arguments import (
     PlanArgs,
     PromptLoraArgs,
     QuantizedWeights,
+    RoundArgs,
     SumPartsArgs,
+    UnpackArgs,
     assert_layout,
     write_constants,
 )
@@ -26,6 +28,7 @@ from lorax_server.kernels.hopper.arguments import (
 CUDA_TYPES = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 ACTIVATIONS = {"silu": "Silu", "gelu": "Gelu", "gelu_tanh": "GeluTanh", "relu": "Relu"}
 GATE_THREADS = 256
+ROUND_THREADS = 512
 PROMPT_COLUMNS = 512  # per block
 HEIGHTS = (8, 16, 32, 64, 128)  # maximum numbers of batch rows, one per linear variant
 TILE_BYTES = 128 * 128  # 128 columns x 64 weights x 2 bytes
@@ -175,6 +178,35 @@ class DequantizeVariant:
 
 
 @dataclass(frozen=True)
+class UnpackVariant:
+    """Settings of the kernel that unpacks 8-bit floats with a float32 scale per row."""
+
+    shared_bytes: int = 128 * (STEP_INPUTS + 16)
+
+    @property
+    def source(self) -> str:
+        record = "Record128<Float8<BFloat16, Shift::NONE>, 1, true, Shift::NONE>"
+        kernel = write_kernel(f"{COMPUTE_THREADS}, 4", UnpackArgs, f"unpack_float8<{record}>(p);")
+        parts = map(read_source, ("primitives.cu", "lora.cu", "quantized_product.cu"))
+        return "\n".join((*parts, kernel))
+
+
+@dataclass(frozen=True)
+class RoundVariant:
+    """Settings of the kernel that rounds activations to 8-bit floats."""
+
+    dtype: torch.dtype
+    is_wide: bool  # the rounded values are written as 16-bit floats
+    shared_bytes: int = 0
+
+    @property
+    def source(self) -> str:
+        call = f"round_rows<{CUDA_TYPES[self.dtype]}, {'true' if self.is_wide else 'false'}>(p);"
+        parts = map(read_source, ("primitives.cu", "lora.cu", "norm_gate.cu", "round_rows.cu"))
+        return "\n".join((*parts, write_kernel(str(ROUND_THREADS), RoundArgs, call)))
+
+
+@dataclass(frozen=True)
 class AddLoraVariant:
     """Settings of the kernel that adds LoRA to a cuBLAS product."""
 
@@ -233,7 +265,9 @@ class GateVariant:
 
 @dataclass(frozen=True)
 class PromptLoraVariant:
-    """Settings of a prompt LoRA kernel. `step` is `sum_parts`, `expand_prompt`, or `gate_prompt` with an activation."""
+    """Settings of a prompt LoRA kernel. `step` is `sum_parts`, `expand_prompt`, `add_prompt`, or `gate_prompt` with an
+    activation.
+    """
 
     dtype: torch.dtype
     step: str

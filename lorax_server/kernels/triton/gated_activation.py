@@ -48,6 +48,8 @@ def apply_gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 def can_fuse_gate(weights: LinearWeights, activation: Activation, targets: Sequence[LoraTarget]) -> bool:
     """Return True if gate and up are separate target modules and the kernel supports the activation."""
+    if weights.rounds_inputs:
+        return False
     half = weights.shape[0] // 2
     columns = [target.columns for target in targets]
     return activation.name in FUSED_ACTIVATIONS and columns == [slice(0, half), slice(half, 2 * half)]

@@ -94,7 +94,9 @@ class TritonOps:
         return True
 
     def make_linear(self, weight: torch.Tensor | QuantizedMatrix, bias: torch.Tensor | None) -> LinearWeights:
-        return LinearWeights(quantized.make_matrix(weight) if isinstance(weight, BlockMatrix) else weight, bias)
+        if not isinstance(weight, BlockMatrix):
+            return LinearWeights(weight, bias)
+        return LinearWeights(quantized.make_matrix(weight), bias, weight.rounds_inputs)
 
     def prepare(self, linears: Sequence[LinearWeights], with_lora: bool) -> None:  # noqa: ARG002
         """Compile the kernels for quantized matrices. Triton compiles the other kernels at their first launch."""
@@ -113,6 +115,10 @@ class TritonOps:
         if len(x) <= DECODE_ROWS:
             out = self.multiply_base(x, weights)
             self._apply_adapters(out, x, lora, targets, with_vectors=True)
+        elif weights.rounds_inputs:  # LoRA needs the exact activations
+            out = self.multiply_base(x, weights)
+            self.add_lora(out, x, lora, targets)
+            self.scale_and_shift(out, lora, targets)
         else:
             out = prompt_lora.linear(x, weights, lora, targets)
             self.scale_and_shift(out, lora, targets)

@@ -14,7 +14,14 @@ import triton.language as tl
 
 from lorax_server.kernels.matrix import StoredMatrix
 from lorax_server.kernels.ops import LinearWeights
-from lorax_server.kernels.quantized import MIN_BLOCK, PACKED_INPUTS, BlockMatrix, float8_levels, is_same_table
+from lorax_server.kernels.quantized import (
+    MIN_BLOCK,
+    PACKED_INPUTS,
+    BlockMatrix,
+    float8_levels,
+    is_same_table,
+    round_inputs,
+)
 from lorax_server.kernels.triton.lora_math import is_interpreted, multiply
 
 PIPELINE_BYTES = 8  # number of pipeline stages times the bytes of an activation, to limit shared memory
@@ -123,6 +130,8 @@ def compile_products(weights: LinearWeights) -> None:
 
 def multiply_base(x: torch.Tensor, weights: LinearWeights) -> torch.Tensor:
     """Return `x @ weight.T + bias` without adapters."""
+    if weights.rounds_inputs:
+        x = round_inputs(x)
     if isinstance(weights.weight, TritonMatrix) and 0 < len(x) <= MAX_ROWS and x.stride(1) == 1:
         return weights.weight.multiply(x, weights.bias)
     return F.linear(x, weights.plain, weights.bias)

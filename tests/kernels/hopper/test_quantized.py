@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from lorax_server.kernels import BlockMatrix, quantize_blocks, quantize_float8
 from lorax_server.kernels.ops import Activation, LinearWeights
+from lorax_server.kernels.quantized import round_rows
 from tests.kernels.batches import LinearCase, draw_adapters, error
 
 pytest.importorskip("cuda.bindings", reason="needs cuda-core")
@@ -75,6 +76,59 @@ def test_products_with_adapters_match_float32(ops: HopperOps, tokens: int, dtype
         gated = ops.gated_linear(x, weights, silu, world.batch(indices), world.targets)
         assert error(gated, F.silu(gate) * up) < 4 * TOLERANCE[dtype]
     assert error(ops.linear(x, weights, None, ()), world.expected(x, [0] * tokens)) < 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("tokens", [1, 5, 64, 128, 129, 200, 256, 257, 1000])
+@pytest.mark.parametrize("widths", [(2048, 2048), (1000, 1000)], ids=str)
+def test_rounded_activations_with_adapters_match_float32(
+    ops: HopperOps, tokens: int, dtype: torch.dtype, widths: tuple[int, int]
+) -> None:
+    """Only the base product rounds activations."""
+    world = LinearCase(1088, widths, make_adapters(9, len(widths)), dtype=dtype, bias=True, seed=tokens)
+    matrix = replace(quantize_float8(world.weights.plain, 1088), rounds_inputs=True)
+    weights = ops.make_linear(matrix, world.weights.bias)
+    ops.prepare([weights], with_lora=True)
+    assert isinstance(weights.weight, PackedMatrix)
+    x, silu = world.normal(tokens, 1088), Activation("silu", F.silu)
+    values, scales = round_rows(x)
+    product = (values.float() * scales) @ replace(matrix, dtype=torch.float32).read().T
+    for indices in (draw_adapters(tokens, 9, tokens), [7] * tokens, [0] * tokens):
+        expected = world.expected(x, indices, product=product.clone())
+        got = ops.linear(x, weights, world.batch(indices), world.targets)
+        assert error(got, expected) < 2 * TOLERANCE[dtype]
+        gate, up = expected.chunk(2, dim=1)
+        gated = ops.gated_linear(x, weights, silu, world.batch(indices), world.targets)
+        assert error(gated, F.silu(gate) * up) < 4 * TOLERANCE[dtype]
+    expected = world.expected(x, [0] * tokens, product=product.clone())
+    assert error(ops.linear(x, weights, None, ()), expected) < 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("shape", [(1, 64), (3, 4096), (300, 14336), (2, 8200)])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_rounding_kernel_matches_torch(ops: HopperOps, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    x = torch.randn(shape, device="cuda").mul(5).to(dtype)
+    x[0, 7] = 300
+    expected, expected_scales = round_rows(x)
+    fused = ops._fused[dtype]
+    for form in (torch.float8_e4m3fn, dtype):
+        values, scales = fused.round_rows(x, form)
+        assert torch.equal(values.float(), expected.float())
+        torch.testing.assert_close(scales, expected_scales.flatten(), rtol=1e-6, atol=0)
+    x[0, :3] = torch.tensor([torch.inf, torch.nan, 1])
+    assert fused.round_rows(x, dtype)[0][0].isnan().any()
+    x[0] = 0
+    assert not fused.round_rows(x, dtype)[0][0].any()
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (1000, 1728), (296, 576), (8, 4096)])
+def test_unpacked_8_bit_floats_equal_the_matrix(ops: HopperOps, shape: tuple[int, int]) -> None:
+    matrix = quantize_float8(torch.randn(shape, device="cuda").to(torch.bfloat16), shape[1])
+    packed = ops.make_linear(matrix, None).weight
+    assert isinstance(packed, PackedMatrix)
+    values, scales = packed.unpack_float8()
+    assert torch.equal(values.view(torch.uint8), matrix.values)
+    assert torch.equal(scales, matrix.scales.flatten())
 
 
 @pytest.mark.parametrize("rows", [1, 32])

@@ -22,6 +22,8 @@ from lorax_server.kernels.hopper.sources import (
     PlanVariant,
     PromptLoraVariant,
     QuantizedVariant,
+    RoundVariant,
+    UnpackVariant,
     Variant,
 )
 
@@ -44,7 +46,7 @@ MORE_VARIANTS: list[Variant] = [
     NormVariant(FP16, 2),
     *(GateVariant(BF16, name) for name in ACTIVATIONS),
     PromptLoraVariant(BF16, "sum_parts"),
-    PromptLoraVariant(BF16, "expand_prompt"),
+    *(PromptLoraVariant(BF16, step) for step in ("expand_prompt", "add_prompt")),
     *(PromptLoraVariant(BF16, "gate_prompt", name) for name in ACTIVATIONS),
     *(SampleVariant(dtype, step) for dtype in LOGITS_CUDA_TYPES for step in ("apply_penalties", "sample")),
     PrefillVariant(FP16, 128, False),  # test_prefill_attention.py compiles the bfloat16 variants
@@ -63,6 +65,8 @@ MORE_VARIANTS: list[Variant] = [
     QuantizedVariant(BF16, LEVELS, 128, True, 1, 4, 2, False),
     QuantizedVariant(BF16, OFFSETS, 64, False, 1, 3, 4, True),
     *(DequantizeVariant(BF16, packed) for packed in PACKED_FORMATS),
+    UnpackVariant(),
+    *(RoundVariant(dtype, is_wide) for dtype in (BF16, FP16) for is_wide in (False, True)),
 ]
 
 

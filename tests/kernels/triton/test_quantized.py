@@ -48,6 +48,8 @@ FAST_CASES: list[tuple[Kind, torch.dtype]] = [
 ]
 CASES = choose_cases([*FAST_CASES, *zip(KINDS, cycle(DTYPES))], list(product(KINDS, DTYPES)), fast=len(FAST_CASES))
 ADAPTER_KINDS: list[Kind] = [(4, 64, "levels"), (8, 32, "plain")] if IS_INTERPRETED else KINDS
+# With and without rounded activations
+ADAPTER_CASES = [*((kind, False) for kind in ADAPTER_KINDS), ((8, LAYER[0], "levels"), True)]
 
 
 def place(matrix: BlockMatrix, device: torch.device, dtype: torch.dtype) -> BlockMatrix:
@@ -95,13 +97,14 @@ def test_all_8_bit_floats_are_exact(device: torch.device) -> None:
 @pytest.mark.parametrize(
     "runs", [DECODE_RUNS, pytest.param(PROMPT_RUNS, marks=pytest.mark.slow)], ids=["decode", "prompt"]
 )
-@pytest.mark.parametrize("kind", ADAPTER_KINDS, ids=str)
-def test_adapters_apply_to_quantized_matrix(device: torch.device, kind: Kind, runs: Runs) -> None:
+@pytest.mark.parametrize(("kind", "rounds_inputs"), ADAPTER_CASES, ids=str)
+def test_adapters_apply_to_quantized_matrix(device: torch.device, kind: Kind, rounds_inputs: bool, runs: Runs) -> None:
     batch = lora_batch(LAYER, runs, MIXED_RANKS, device=device, dtype=BF16, output_scales=[1, 3], output_biases=[2, 3])
     targets, ops, (inputs, outputs) = targets_of(LAYER), TritonOps(), LAYER
-    matrix = place(make_matrix(kind, sum(outputs), inputs), device, BF16)
+    matrix = replace(place(make_matrix(kind, sum(outputs), inputs), device, BF16), rounds_inputs=rounds_inputs)
     weights = ops.make_linear(matrix, normal(sum(outputs), seed=8, dtype=BF16).to(device))
-    x, wide = normal(len(batch.adapter_indices), inputs, seed=1, dtype=BF16).to(device), widened_weights(weights)
+    x = normal(len(batch.adapter_indices), inputs, seed=1, dtype=BF16).to(device)
+    wide = replace(widened_weights(weights), rounds_inputs=rounds_inputs)
     expected = reference.linear(x.float().cpu(), wide, widened(batch), targets)
     check_close(ops.linear(x, weights, batch, targets), expected, BF16)
     silu = activation_of("silu")
