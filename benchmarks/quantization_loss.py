@@ -1,8 +1,7 @@
 """Measure perplexity with weights that `--quantize` has quantized, and compare with the unquantized weights.
 
 The text is this repository's documentation, in chunks of 512 tokens. A GGUF model is dequantized first. The peer is the
-model with unquantized weights in float32. 8-bit activations, which this server does not offer, are
-simulated with transformers.
+model with unquantized weights in float32.
 """
 
 import math

@@ -76,8 +76,8 @@ class ModelConfig(Settings):
     device: str = setting("cpu", "cpu, cuda or cuda:<index>; auto uses a GPU if available")
     quantize: str | None = setting(
         None,
-        "int8, int4 or fp8 quantizes the weights while loading; bitsandbytes-nf4 does so as in QLoRA training; fp8-kv "
-        "stores the KV cache as float8; see docs/quantization.md for others",
+        "int8, int4 or fp8 quantizes the weights while loading; fp8-dynamic also rounds activations; bitsandbytes-nf4 "
+        "rounds as in QLoRA training; fp8-kv stores the KV cache as float8; see docs/quantization.md for others",
     )
     task: str = setting(
         "auto",
