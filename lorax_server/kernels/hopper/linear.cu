@@ -37,8 +37,10 @@ DEVICE void finish_outputs(const LinearArgs& p, float4 product, int row, int col
   if (p.bias) y.add(load_four<Number>(p.bias + column));
   if (LORA) {
     const int has = p.flags[slice * p.T + row];
-    if (has & HAS_LORA)
-      for (int part = 0; part <= has / EXTRA_PART; part++) y.add(load_four<Number>(p.d + (i64)part * DELTA_ROWS * p.y_stride + at));
+    const Four delta = load_four<Number>(p.d + at);  // without waiting for the flags
+#pragma unroll
+    for (int i = 0; i < 4; i++) y.f[i] += has & HAS_LORA ? delta.f[i] : 0;
+    for (int part = 1; part <= has / EXTRA_PART; part++) y.add(load_four<Number>(p.d + (i64)part * DELTA_ROWS * p.y_stride + at));
     if (has & (HAS_OUTPUT_SCALE | HAS_OUTPUT_BIAS)) {
       const i64* fields = p.table + ((i64)p.adapters[row] * p.num_targets + p.target + slice) * FIELDS;
       const int within = column - (slice > 0 ? p.N[0] : 0) - (slice > 1 ? p.N[1] : 0);
@@ -74,11 +76,11 @@ DEVICE void linear(typename Product::Weights w, const TensorMap* x, const Linear
   if (LORA && threadIdx.x == Product::WAITING_THREAD && *p.num_tiles) {
     if (p.early) wait_for_previous_kernel();  // it uses the same counters, and may not have reset them yet
     wait_for_count(p.counters + 1, p.lora_blocks);
-    reset_counters(p, gridDim.x - p.lora_blocks);
   }
   __syncthreads();  // sums and D are complete
   if (CLUSTER > 1) cluster_sync();
   if (p.early) wait_for_previous_kernel();  // required in every thread before its first store
+  if (LORA && threadIdx.x == THREADS - 1 && *p.num_tiles) reset_counters(p, gridDim.x - p.lora_blocks);  // for few rows, this thread has no outputs
   const int width = p.N[0] + p.N[1] + p.N[2];
   for (int i = threadIdx.x; i < p.M * (COLUMNS / 4); i += THREADS) {
     const int row = i / (COLUMNS / 4), within = part_number * COLUMNS + i % (COLUMNS / 4) * 4, column = tile + within;
