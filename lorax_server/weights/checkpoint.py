@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -60,7 +60,7 @@ NOMIC_BERT_PARTS = (
 )
 FUSED_QKV, QKV_NAMES = ".attn.Wqkv.", ("q_proj", "k_proj", "v_proj")
 
-QUANTIZE_CHUNK_ELEMENTS = 2**22  # matrix elements to quantize at a time, to limit temporary memory
+QUANTIZE_CHUNK_ELEMENTS = 2**20  # matrix elements to quantize at a time, to limit temporary memory
 QUANTIZATION_BLOCK_SIZE = 32  # inputs per scale in matrices that are quantized here
 # Parts of the names of embeddings and LM heads.
 VOCABULARY_PARTS = ("embed", "lm_head", "wte.", "wpe.")
@@ -278,9 +278,7 @@ class Weights:
         return matrix
 
     def _quantize(self, matrix: torch.Tensor, bits: int) -> BlockMatrix:
-        count = max(1, QUANTIZE_CHUNK_ELEMENTS // matrix.shape[1])
-        rows = (each.to(self.dtype).contiguous() for each in matrix.split(count))
-        return BlockMatrix.concat([quantize_blocks(each, bits, QUANTIZATION_BLOCK_SIZE) for each in rows])
+        return self._convert_chunks(matrix, lambda rows: quantize_blocks(rows, bits, QUANTIZATION_BLOCK_SIZE))
 
     def _round(self, matrix: torch.Tensor, rounded_format: str) -> torch.Tensor | BlockMatrix:
         is_dynamic = rounded_format == "fp8-dynamic"
@@ -291,10 +289,22 @@ class Weights:
                 f"the weights cannot be rounded to {rounded_format}: a matrix has {matrix.shape[1]} inputs, which is "
                 f"not a multiple of {ROUNDING_BLOCK}"
             )
-        count = max(1, QUANTIZE_CHUNK_ELEMENTS // matrix.shape[1])
-        rows = (each.to(self.dtype).contiguous() for each in matrix.split(count))
         block = matrix.shape[1] if is_dynamic else ROUNDING_BLOCK
-        return replace(BlockMatrix.concat([quantize_float8(each, block) for each in rows]), rounds_inputs=is_dynamic)
+        rounded = self._convert_chunks(matrix, lambda rows: quantize_float8(rows, block))
+        return replace(rounded, rounds_inputs=is_dynamic)
+
+    def _convert_chunks(self, matrix: torch.Tensor, convert: Callable[[torch.Tensor], BlockMatrix]) -> BlockMatrix:
+        """Convert a matrix to a format without offsets, in chunks of rows to limit temporary memory."""
+        count, whole = max(1, QUANTIZE_CHUNK_ELEMENTS // matrix.shape[1]), None
+        for start in range(0, max(1, len(matrix)), count):
+            chunk = convert(matrix[start : start + count].to(self.dtype).contiguous())
+            if whole is None:
+                values, scales = (each.new_empty(len(matrix), each.shape[1]) for each in (chunk.values, chunk.scales))
+                whole = replace(chunk, values=values, scales=scales)
+            whole.values[start : start + count] = chunk.values
+            whole.scales[start : start + count] = chunk.scales
+        assert whole is not None
+        return whole
 
     def _resolve(self, name: str) -> str:
         for candidate in _candidate_names(name):

@@ -14,7 +14,7 @@ from lorax_server.config import ModelConfig
 from lorax_server.kernels import BlockMatrix, Ops, QuantizedMatrix, reference
 from lorax_server.kernels.select import ReferenceAttentionOps
 from lorax_server.models.registry import find_quantization, get_model, load_config
-from lorax_server.weights import estimate_bytes
+from lorax_server.weights import checkpoint, estimate_bytes
 from lorax_server.worker.memory import model_bytes
 from tests.paged import PagedDriver
 from tests.parity.oracle import oracle_logits
@@ -97,6 +97,17 @@ def test_size_of_weights_that_are_quantized_while_loading(quantize: str, quantiz
     model = get_model(ModelConfig(tmp_path, dtype="float32", quantize=quantize), ops=KeepingOps())
     estimate = estimate_bytes(tmp_path, torch.float32, torch.device("cuda"), quantized_format)
     assert estimate == pytest.approx(model_bytes(model), rel=0.15)  # GPUs store float32 scales
+
+
+@pytest.mark.parametrize("quantize", ["int4", "int8", "fp8", "fp8-dynamic"])
+def test_chunks_match_matrices_that_are_quantized_as_a_whole(
+    quantize: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_oracle().save_pretrained(tmp_path)
+    settings = ModelConfig(tmp_path, dtype="float32", quantize=quantize)
+    whole = prefill(PagedDriver(get_model(settings, ops=KeepingOps())))
+    monkeypatch.setattr(checkpoint, "QUANTIZE_CHUNK_ELEMENTS", 5 * SIZES["hidden_size"])
+    assert torch.equal(prefill(PagedDriver(get_model(settings, ops=KeepingOps()))), whole)
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen3moe"])
