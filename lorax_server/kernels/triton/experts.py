@@ -3,12 +3,16 @@
 A pair is a token and one of its experts. Pairs are sorted by expert on the device; a tile is a limited number of sorted
 pairs of one expert. All shapes are fixed and nothing is read on the host, so graphs can be replayed with other tokens
 and adapters. Each row of a product is one sum over the inputs in order, so results do not depend on the batch.
+
+LoRA for decode steps has one program for each group of pairs with the same expert and adapter, since most pairs of such
+a step have different factors. Prompts have many pairs per adapter, so each program handles one tile.
 """
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -26,6 +30,7 @@ from lorax_server.kernels.ops import (
 from lorax_server.kernels.quantized import BlockMatrix, QuantizedMatrix, concat_matrices
 from lorax_server.kernels.triton.gated_activation import apply_gate
 from lorax_server.kernels.triton.lora_math import (
+    ALIGNMENT,
     RANK,
     RANKS,
     A,
@@ -40,28 +45,51 @@ from lorax_server.kernels.triton.lora_math import (
 )
 from lorax_server.kernels.triton.quantized import TritonMatrix, find_inputs, load_weights, make_matrix
 
-PLAN_BLOCK = 2048  # pairs that one iteration of the sort reads
 DECODE_TOKENS, SHORT_PROMPT_TOKENS = 256, 2048  # limits for smaller tiles
+GROUPED_TOKENS = 1024  # for more tokens, `torch.nn.functional.grouped_mm` is faster than `_product`
 SHRINK_BYTES = 256  # bytes of an input row that one iteration reads
+DECODE_PART_INPUTS = 1024  # inputs per program of `_shrink_groups`
+DECODE_BLOCK_N = 256  # columns per program of `_expand_groups`
 COMBINE_BLOCK = 1024
 PART_BYTES = 128  # bytes of an input row for which quantized weights are dequantized at a time
 # Kernel constants for matrices that are not quantized.
 PLAIN = {"BITS": 0, "BLOCK": 0, "PART": 0, "HAS_OFFSETS": False, "HAS_LEVELS": False, "IS_FLOAT8": False}
 
 
+class Tiles(NamedTuple):
+    """The tile sizes and launch settings for a range of token counts."""
+
+    height: int  # pairs per tile
+    block_n: int  # outputs per tile
+    input_bytes: int  # bytes of an input row that one iteration reads
+    num_warps: int
+    num_stages: int
+    sort_block: int  # pairs that one iteration of the sort reads
+
+
+DECODE_TILES = Tiles(16, 64, 256, 4, 4, 2048)
+SHORT_TILES = Tiles(64, 128, 128, 8, 3, 2048)
+LONG_TILES = Tiles(128, 128, 128, 8, 3, 8192)
+
+
 class Pairs(NamedTuple):
     """The pairs of a batch, sorted by expert."""
 
+    chosen: torch.Tensor  # [pairs] int64: expert of each pair, not sorted
     order: torch.Tensor  # [pairs] int32: sorted position -> token * top_k + choice
     positions: torch.Tensor  # [pairs] int32: the inverse of `order`
     starts: torch.Tensor  # [experts + 1] int32: first sorted position of each expert
     top_k: int
-    height: int  # pairs per tile
+    tiles: Tiles
 
     @property
     def max_tiles(self) -> int:
         pairs, experts = len(self.order), len(self.starts) - 1
-        return pairs // self.height + min(experts, pairs)
+        return pairs // self.tiles.height + min(experts, pairs)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.order) // self.top_k
 
 
 def make_experts(count: int, matrices: Iterable[ExpertMatrices], activation: Activation) -> ExpertWeights:
@@ -117,15 +145,26 @@ def _unbind(weight: torch.Tensor | TritonMatrix, count: int) -> Sequence[torch.T
 
 
 def run_experts(
-    x: torch.Tensor, routing: Routing, experts: ExpertWeights, lora: LoraBatch | None, targets: Sequence[LoraTarget]
+    x: torch.Tensor,
+    routing: Routing,
+    experts: ExpertWeights,
+    lora: LoraBatch | None,
+    targets: Sequence[LoraTarget],
+    *,
+    has_grouped_mm: bool = False,
 ) -> torch.Tensor:
+    """Implement `Ops.run_experts`. `has_grouped_mm` says that torch has a grouped product for this device and dtype."""
     assert experts.stacked is not None
     gate_up, down = experts.stacked
     if not len(x):
         return torch.empty_like(x)
     pairs = sort_pairs(routing.experts, len(experts.gate_up))
-    inner = apply_gate(_linear(x, gate_up, pairs, lora, targets[:2], gathers=True), experts.activation)
-    outputs = _linear(inner, down, pairs, lora, targets[2:], gathers=False)
+    multiply_all = _multiply_grouped if has_grouped_mm and can_group(pairs, experts.stacked) else _multiply
+    inner = multiply_all(x, gate_up, pairs, gathers=True)
+    _add_lora(inner, x, pairs, lora, targets[:2], gathers=True)
+    inner = apply_gate(inner, experts.activation)
+    outputs = multiply_all(inner, down, pairs, gathers=False)
+    _add_lora(outputs, inner, pairs, lora, targets[2:], gathers=False)
     out = torch.empty_like(x)
     size = x.shape[1]
     _combine[(len(x), triton.cdiv(size, COMBINE_BLOCK))](
@@ -138,73 +177,104 @@ def run_experts(
 def sort_pairs(chosen: torch.Tensor, num_experts: int) -> Pairs:
     """Sort the pairs in `chosen`, `[tokens, top_k]`, by expert. Pairs with the same expert keep their order."""
     tokens, top_k = chosen.shape
-    order = chosen.new_empty(tokens * top_k, dtype=torch.int32)
+    tiles = DECODE_TILES if tokens <= DECODE_TOKENS else SHORT_TILES if tokens <= SHORT_PROMPT_TOKENS else LONG_TILES
+    chosen, order = chosen.flatten(), chosen.new_empty(tokens * top_k, dtype=torch.int32)
     positions, starts = torch.empty_like(order), order.new_empty(num_experts + 1)
     _sort_pairs[(num_experts + 1,)](
-        chosen.contiguous(), order, positions, starts, len(order), EXPERTS=num_experts, BLOCK=PLAN_BLOCK
-    )
-    height = 16 if tokens <= DECODE_TOKENS else 64 if tokens <= SHORT_PROMPT_TOKENS else 128
-    return Pairs(order, positions, starts, top_k, height)
+        chosen, order, positions, starts, len(order), EXPERTS=num_experts, BLOCK=tiles.sort_block,
+        num_warps=max(4, tiles.sort_block // 512),
+    )  # fmt: skip
+    return Pairs(chosen, order, positions, starts, top_k, tiles)
 
 
-def _linear(
-    x: torch.Tensor,
-    matrices: StackedMatrices,
-    pairs: Pairs,
-    lora: LoraBatch | None,
-    targets: Sequence[LoraTarget],
-    *,
-    gathers: bool,
-) -> torch.Tensor:
-    """Return the product of each sorted pair's input with its expert's matrix, including LoRA.
+def can_group(pairs: Pairs, matrices: Sequence[StackedMatrices]) -> bool:
+    """Return True if the batch is large, and the experts are not quantized and have no biases."""
+    is_plain = all(isinstance(stack.weight, torch.Tensor) and stack.bias is None for stack in matrices)
+    return is_plain and pairs.num_tokens > GROUPED_TOKENS
 
-    With `gathers`, the rows of `x` are tokens. Otherwise they are sorted pairs.
-    """
-    num_experts, (outputs, inputs) = len(pairs.starts) - 1, matrices.weight.shape[-2:]
+
+# Both functions return the product of each sorted pair's input with its expert's matrix, `[pairs, outputs]`, without
+# LoRA. With `gathers`, the rows of `x` are tokens. Otherwise they are sorted pairs.
+
+
+def _multiply_grouped(x: torch.Tensor, matrices: StackedMatrices, pairs: Pairs, *, gathers: bool) -> torch.Tensor:
+    assert isinstance(matrices.weight, torch.Tensor)
+    rows = x.index_select(0, pairs.order // pairs.top_k) if gathers else x
+    return F.grouped_mm(rows, matrices.weight.transpose(1, 2), offs=pairs.starts[1:])
+
+
+def _multiply(x: torch.Tensor, matrices: StackedMatrices, pairs: Pairs, *, gathers: bool) -> torch.Tensor:
+    (outputs, inputs), tiles = matrices.weight.shape[-2:], pairs.tiles
     arguments: tuple[torch.Tensor, ...]
     if isinstance(matrices.weight, TritonMatrix):
-        outputs //= num_experts
+        outputs //= len(pairs.starts) - 1
         arguments, encoding = matrices.weight.arguments, matrices.weight.find_constants(elements_in(x, PART_BYTES))
     else:
         assert isinstance(matrices.weight, torch.Tensor)
         arguments, encoding = (matrices.weight,) * 4, PLAIN | {"INPUTS": inputs}
     out, x = x.new_empty(len(pairs.order), outputs), x.contiguous()
-    is_decode = pairs.height == 16
-    constants = {
-        "EXPERTS": num_experts, "BLOCK_E": triton.next_power_of_2(num_experts), "HEIGHT": pairs.height,
-        "TOP_K": pairs.top_k, "INTERPRETED": is_interpreted(),
-    }  # fmt: skip
-    block_n = 64 if is_decode else 128
-    _product[(triton.cdiv(outputs, block_n), pairs.max_tiles)](
+    _product[(triton.cdiv(outputs, tiles.block_n), pairs.max_tiles)](
         out, x, *arguments, x if matrices.bias is None else matrices.bias, pairs.order, pairs.starts,
-        HAS_BIAS=matrices.bias is not None, OUTPUTS=outputs, BLOCK_N=block_n,
-        BLOCK_K=elements_in(x, 256 if is_decode else 128), GATHERS=gathers, **constants, **encoding,
-        num_warps=4 if is_decode else 8, num_stages=4 if is_decode else 3,
-    )  # fmt: skip
-    if lora is None or not lora.has_low_rank(targets):
-        return out
-    rank = MAX_RANK if lora.in_graph else max(lora.largest_ranks[target.index] for target in targets)
-    v = x.new_empty(len(out), len(targets), triton.cdiv(rank, RANKS.value) * RANKS.value, dtype=torch.float32)
-    width = targets[0].columns.stop - targets[0].columns.start
-    place = (
-        lora.buffer,
-        lora.table,
-        lora.adapter_indices,
-        pairs.order,
-        pairs.starts,
-        lora.table.shape[1],
-        targets[0].index,
-    )
-    _shrink[(pairs.max_tiles, len(targets))](
-        v, x, *place, v.shape[2], INPUTS=inputs, SLICES=len(targets), BLOCK_K=elements_in(x, SHRINK_BYTES),
-        GATHERS=gathers, **constants,
-        num_warps=4, num_stages=3,
-    )  # fmt: skip
-    _expand[(triton.cdiv(width, block_n), pairs.max_tiles, len(targets))](
-        out, v, *place, lora.scales, v.shape[2], WIDTH=width, SLICES=len(targets), BLOCK_N=block_n, **constants,
-        num_warps=4, num_stages=2,
+        HAS_BIAS=matrices.bias is not None, OUTPUTS=outputs, BLOCK_N=tiles.block_n,
+        BLOCK_K=elements_in(x, tiles.input_bytes), GATHERS=gathers, **_tile_constants(pairs), **encoding,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     return out
+
+
+def _tile_constants(pairs: Pairs) -> dict[str, int]:
+    num_experts = len(pairs.starts) - 1
+    return {
+        "EXPERTS": num_experts, "BLOCK_E": triton.next_power_of_2(num_experts), "HEIGHT": pairs.tiles.height,
+        "TOP_K": pairs.top_k, "INTERPRETED": is_interpreted(),
+    }  # fmt: skip
+
+
+def _add_lora(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    pairs: Pairs,
+    lora: LoraBatch | None,
+    targets: Sequence[LoraTarget],
+    *,
+    gathers: bool,
+) -> None:
+    """Add LoRA to the output of each sorted pair. `x` is the input of the product, as in `_multiply`."""
+    if lora is None or not lora.has_low_rank(targets):
+        return
+    x, inputs, slices = x.contiguous(), x.shape[1], len(targets)
+    rank = MAX_RANK if lora.in_graph else max(lora.largest_ranks[target.index] for target in targets)
+    padded_rank = triton.cdiv(rank, RANKS.value) * RANKS.value
+    width = targets[0].columns.stop - targets[0].columns.start
+    adapters = lora.buffer, lora.table, lora.adapter_indices
+    sizes = lora.table.shape[1], targets[0].index, padded_rank
+    if pairs.tiles is DECODE_TILES:
+        parts = triton.cdiv(inputs, DECODE_PART_INPUTS)
+        v = x.new_empty(parts, len(out), slices, padded_rank, dtype=torch.float32)
+        constants = {
+            "EXPERTS": len(pairs.starts) - 1, "HEIGHT": DECODE_TILES.height, "TOP_K": pairs.top_k, "SLICES": slices,
+            "PARTS": parts, "INTERPRETED": is_interpreted(),
+        }  # fmt: skip
+        _shrink_groups[(parts, slices, len(out))](
+            v, x, *adapters, pairs.order, pairs.chosen, len(out), *sizes,
+            INPUTS=inputs, BLOCK_K=elements_in(x, SHRINK_BYTES), GATHERS=gathers, **constants,
+            num_warps=2, num_stages=4,
+        )  # fmt: skip
+        _expand_groups[(triton.cdiv(width, DECODE_BLOCK_N), slices, len(out))](
+            out, v, *adapters, pairs.order, pairs.chosen, len(out), *sizes, lora.scales,
+            WIDTH=width, BLOCK_N=DECODE_BLOCK_N, **constants, num_warps=4, num_stages=2,
+        )  # fmt: skip
+        return
+    v = x.new_empty(len(out), slices, padded_rank, dtype=torch.float32)
+    _shrink[(pairs.max_tiles, slices)](
+        v, x, *adapters, pairs.order, pairs.starts, *sizes, INPUTS=inputs, SLICES=slices,
+        BLOCK_K=elements_in(x, SHRINK_BYTES), GATHERS=gathers, **_tile_constants(pairs), num_warps=4, num_stages=3,
+    )  # fmt: skip
+    block_n = pairs.tiles.block_n
+    _expand[(triton.cdiv(width, block_n), pairs.max_tiles, slices)](
+        out, v, *adapters, pairs.order, pairs.starts, *sizes, lora.scales, WIDTH=width, SLICES=slices, BLOCK_N=block_n,
+        **_tile_constants(pairs), num_warps=4, num_stages=2,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -265,10 +335,12 @@ def _product(
     if BITS == 0:  # not quantized
         for start in range(0, INPUTS, BLOCK_K):
             inputs = start + tl.arange(0, BLOCK_K)
-            is_input = inputs < INPUTS
-            values = tl.load(left + inputs[None, :], mask=is_row[:, None] & is_input[None, :], other=0.0)
+            left_mask, right_mask = is_row[:, None], is_column[None, :]
+            if INPUTS % BLOCK_K != 0:  # at compile time: masks that depend on the iteration slow down the loop
+                left_mask, right_mask = left_mask & (inputs < INPUTS)[None, :], right_mask & (inputs < INPUTS)[:, None]
+            values = tl.load(left + inputs[None, :], mask=left_mask, other=0.0)
             right = matrices + weight_rows[None, :] * INPUTS + inputs[:, None]
-            weights = tl.load(right, mask=is_input[:, None] & is_column[None, :], other=0.0)
+            weights = tl.load(right, mask=right_mask, other=0.0)
             total = multiply(values, weights, total, INTERPRETED)
     else:
         for start in range(0, INPUTS, PART):
@@ -284,6 +356,90 @@ def _product(
         total += tl.load(biases + expert * OUTPUTS + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
     pointers = out + places.to(tl.int64)[:, None] * OUTPUTS + columns[None, :]
     tl.store(pointers, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+
+
+@triton.jit
+def _find_group(order, chosen, adapters, num_pairs, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, HEIGHT: tl.constexpr):
+    """Return the adapter and expert of one pair, and the group of pairs with both in a block of `HEIGHT` sorted pairs.
+
+    The group is the sorted positions, the tokens, and a mask. For all pairs except the first in a group, and for pairs
+    without an adapter, the returned adapter is 0.
+    """
+    place = tl.program_id(2)
+    pair = tl.load(order + place)
+    adapter, expert = tl.load(adapters + pair // TOP_K), tl.load(chosen + pair)
+    places = place // HEIGHT * HEIGHT + tl.arange(0, HEIGHT)
+    is_pair = places < num_pairs
+    pairs = tl.load(order + places, mask=is_pair, other=0)
+    tokens = pairs // TOP_K
+    is_mine = is_pair & (tl.load(adapters + tokens, mask=is_pair, other=0) == adapter)
+    is_mine = is_mine & (tl.load(chosen + pairs, mask=is_pair, other=EXPERTS) == expert)
+    is_first = tl.min(tl.where(is_mine, places, num_pairs), 0) == place
+    return tl.where(is_first, adapter, 0), expert, places.to(tl.int64), tokens, is_mine
+
+
+@triton.jit(
+    do_not_specialize=["num_pairs", "num_targets", "first_target", "padded_rank"],
+    do_not_specialize_on_alignment=["adapters"],
+)
+def _shrink_groups(
+    v, x, buffer, table, adapters, order, chosen, num_pairs, num_targets, first_target, padded_rank,
+    INPUTS: tl.constexpr, BLOCK_K: tl.constexpr, GATHERS: tl.constexpr, EXPERTS: tl.constexpr, HEIGHT: tl.constexpr,
+    TOP_K: tl.constexpr, SLICES: tl.constexpr, PARTS: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Store one part (a range of inputs) of `V = x @ A.T` for one group of pairs and one target."""
+    part, index = tl.program_id(0), tl.program_id(1)
+    adapter, expert, places, tokens, is_mine = _find_group(order, chosen, adapters, num_pairs, EXPERTS, TOP_K, HEIGHT)
+    if adapter == 0:
+        return
+    fields = find_fields(table, adapter, num_targets, first_target + index)
+    rank = tl.load(fields + RANK).to(tl.int32)
+    a = buffer + tl.multiple_of(tl.load(fields + A), ALIGNMENT) + expert.to(tl.int64) * rank * INPUTS
+    rows = tokens.to(tl.int64) if GATHERS else places
+    v += ((part.to(tl.int64) * num_pairs + places) * SLICES + index) * padded_rank
+    for start in range(0, rank, RANKS):
+        ranks = start + tl.arange(0, RANKS)
+        is_rank = ranks < rank
+        low_rank = multiply_a(
+            x + rows * INPUTS, is_mine, a + ranks.to(tl.int64) * INPUTS, is_rank, part, PARTS, INPUTS, BLOCK_K,
+            INTERPRETED,
+        )  # fmt: skip
+        tl.store(v[:, None] + ranks[None, :], low_rank, mask=is_mine[:, None] & is_rank[None, :])
+
+
+@triton.jit(
+    do_not_specialize=["num_pairs", "num_targets", "first_target", "padded_rank"],
+    do_not_specialize_on_alignment=["adapters", "scales"],
+)
+def _expand_groups(
+    out, v, buffer, table, adapters, order, chosen, num_pairs, num_targets, first_target, padded_rank, scales,
+    WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, EXPERTS: tl.constexpr, HEIGHT: tl.constexpr, TOP_K: tl.constexpr,
+    SLICES: tl.constexpr, PARTS: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Add the scaled `V @ B` to one block of columns for one group of pairs and one target."""
+    index, columns = tl.program_id(1), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    adapter, expert, places, _, is_mine = _find_group(order, chosen, adapters, num_pairs, EXPERTS, TOP_K, HEIGHT)
+    if adapter == 0:
+        return
+    fields = find_fields(table, adapter, num_targets, first_target + index)
+    rank = tl.load(fields + RANK).to(tl.int32)
+    if rank == 0:
+        return
+    scale = tl.load(scales + adapter * num_targets + first_target + index)
+    b = buffer + tl.multiple_of(tl.load(fields + B), ALIGNMENT) + expert.to(tl.int64) * rank * WIDTH
+    pointers = out + places[:, None] * (SLICES * WIDTH) + (index * WIDTH + columns)[None, :]
+    mask = is_mine[:, None] & (columns < WIDTH)[None, :]
+    total = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    padded_rank = tl.multiple_of(padded_rank, RANKS)
+    row_stride, first = SLICES * padded_rank, tl.min(places, 0)
+    v += (first * SLICES + index) * padded_rank
+    for start in range(0, rank, RANKS):
+        low_rank = load_v(
+            v, row_stride, num_pairs.to(tl.int64) * row_stride, PARTS, is_mine, start, rank, scale, PARTS
+        )
+        factor = load_b(b, start, rank, columns, WIDTH)
+        total = multiply(low_rank.to(factor.dtype), factor, total, INTERPRETED)
+    tl.store(pointers, total.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_targets", "first_target", "padded_rank"])
@@ -306,7 +462,7 @@ def _shrink(
         is_mine = adapter == current
         fields = find_fields(table, current, num_targets, first_target + index)
         rank = tl.load(fields + RANK).to(tl.int32)
-        a = buffer + tl.load(fields + A) + expert.to(tl.int64) * rank * INPUTS
+        a = buffer + tl.multiple_of(tl.load(fields + A), ALIGNMENT) + expert.to(tl.int64) * rank * INPUTS
         for start in range(0, rank, RANKS):
             ranks = start + tl.arange(0, RANKS)
             is_rank = ranks < rank
@@ -321,7 +477,7 @@ def _shrink(
 
 @triton.jit(do_not_specialize=["num_targets", "first_target", "padded_rank"])
 def _expand(
-    out, v, buffer, table, adapters, order, starts, num_targets, first_target, scales, padded_rank,
+    out, v, buffer, table, adapters, order, starts, num_targets, first_target, padded_rank, scales,
     WIDTH: tl.constexpr, SLICES: tl.constexpr, BLOCK_N: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr,
     HEIGHT: tl.constexpr, TOP_K: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -341,7 +497,7 @@ def _expand(
         fields = find_fields(table, current, num_targets, first_target + index)
         rank = tl.load(fields + RANK).to(tl.int32)
         scale = tl.load(scales + current * num_targets + first_target + index)
-        b = buffer + tl.load(fields + B) + expert.to(tl.int64) * rank * WIDTH
+        b = buffer + tl.multiple_of(tl.load(fields + B), ALIGNMENT) + expert.to(tl.int64) * rank * WIDTH
         for start in range(0, rank, RANKS):
             low_rank = load_v(v, SLICES * padded_rank, 0, 1, is_mine, start, rank, scale, 1)
             factor = load_b(b, start, rank, columns, WIDTH)

@@ -126,7 +126,7 @@ def test_large_tiles_match_small_tiles(device: torch.device, monkeypatch: pytest
 def test_pairs_are_stably_sorted_by_expert(
     tokens: int, num_experts: int, top_k: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "PLAN_BLOCK", 16)
+    monkeypatch.setattr(kernels, "DECODE_TILES", kernels.DECODE_TILES._replace(sort_block=16))
     chosen = Mixture(0, 0, num_experts, top_k).route(tokens).experts.to(device)
     pairs = kernels.sort_pairs(chosen, num_experts)
     order = chosen.flatten().argsort(stable=True)
@@ -134,4 +134,4 @@ def test_pairs_are_stably_sorted_by_expert(
     assert torch.equal(pairs.positions.long()[order], torch.arange(len(order), device=device))
     counts = torch.bincount(chosen.flatten(), minlength=num_experts)
     assert pairs.starts.tolist() == [0, *counts.cumsum(0).tolist()]
-    assert sum(-(-count // pairs.height) for count in counts.tolist()) <= pairs.max_tiles
+    assert sum(-(-count // pairs.tiles.height) for count in counts.tolist()) <= pairs.max_tiles
