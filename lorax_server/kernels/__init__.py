@@ -4,6 +4,7 @@ from lorax_server.kernels.matrix import StoredMatrix
 from lorax_server.kernels.ops import (
     MAX_RANK,
     NUM_OFFSETS,
+    SIGMOID,
     Activation,
     AttentionSpec,
     CosSin,
@@ -19,6 +20,7 @@ from lorax_server.kernels.ops import (
     Ops,
     PagedBatch,
     RecordedGraph,
+    RouterSpec,
     Routing,
     StackedMatrices,
     UnrecordableError,
@@ -36,6 +38,7 @@ from lorax_server.kernels.select import select_ops
 __all__ = [
     "MAX_RANK",
     "NUM_OFFSETS",
+    "SIGMOID",
     "Activation",
     "AttentionSpec",
     "BlockMatrix",
@@ -54,6 +57,7 @@ __all__ = [
     "QuantizedMatrix",
     "RecordedGraph",
     "ReorderedMatrix",
+    "RouterSpec",
     "Routing",
     "StackedMatrices",
     "StoredMatrix",

@@ -7,7 +7,7 @@ contiguous for each head. A cache slot is `block * block_size + offset`.
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +60,9 @@ class Activation(NamedTuple):
 
     def apply_gate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return self.function(gate) * (up if self.up_function is None else self.up_function(up))
+
+
+SIGMOID = Activation("sigmoid", torch.sigmoid)
 
 
 class DerivedCache:
@@ -131,6 +134,24 @@ class Routing(NamedTuple):
 
     experts: torch.Tensor  # [num_tokens, top_k] int64, distinct in each row
     weights: torch.Tensor  # [num_tokens, top_k] float32
+
+
+@dataclass(frozen=True)
+class RouterSpec:
+    """How a router chooses experts and weights their outputs. The settings are constant after loading."""
+
+    normalize: bool  # divide the weights of a token by their sum
+    scoring: Literal["softmax", "sigmoid"] = "softmax"  # computes the scores from the logits
+    # Only experts in the `top_groups` best of `groups` groups are chosen. Groups are ranked by their best score
+    # (softmax) or by the sum of their two best scores (sigmoid).
+    groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0  # multiplies the weights
+
+    @property
+    def scores_per_group(self) -> int:
+        """Return how many of a group's best scores are summed to rank the group."""
+        return 1 if self.scoring == "softmax" else 2
 
 
 class HostLengths(NamedTuple):
@@ -465,6 +486,15 @@ class Ops(Protocol):
 
     def activate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
         """Return `activation(x)`. The result of a row never depends on the other rows."""
+        ...
+
+    def route(self, logits: torch.Tensor, top_k: int, spec: RouterSpec, bias: torch.Tensor | None = None) -> Routing:
+        """Choose `top_k` experts for each token from router logits `[num_tokens, num_experts]`.
+
+        Scores and weights are computed in float32. The experts with the largest sums of score and `bias`,
+        `[num_experts]` float32, are chosen. The weights are the scores without the bias. Among experts with equal sums,
+        any can be chosen, but the choice depends only on the token's logits.
+        """
         ...
 
     def run_experts(

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from lorax_server.kernels.matrix import StoredMatrix
 from lorax_server.kernels.ops import (
+    SIGMOID,
     Activation,
     AttentionSpec,
     CosSin,
@@ -24,11 +25,13 @@ from lorax_server.kernels.ops import (
     LoraBatch,
     LoraTarget,
     PagedBatch,
+    RouterSpec,
     Routing,
 )
 from lorax_server.kernels.quantized import BlockMatrix, QuantizedMatrix, round_inputs
 from lorax_server.kernels.whole_sequences import make_mask
 
+MIN_WEIGHT_SUM = 1e-20  # added to sums of router weights, to avoid division by 0
 MAX_SCORE_ELEMENTS = 2**27  # limits the memory for attention scores of long prompts
 
 # The properties of `Ops`.
@@ -308,6 +311,29 @@ def make_linear(weight: torch.Tensor | StoredMatrix, bias: torch.Tensor | None) 
     if isinstance(weight, BlockMatrix) and weight.rounds_inputs:  # there are no kernels for these levels
         return LinearWeights(weight.read(), bias, rounds_inputs=True)
     return LinearWeights(weight, bias)
+
+
+def route(
+    logits: torch.Tensor,
+    top_k: int,
+    spec: RouterSpec,
+    bias: torch.Tensor | None = None,
+    activate: Callable[[torch.Tensor, Activation], torch.Tensor] = activate,
+) -> Routing:
+    """Implement `Ops.route` with the given `activate`. Equal scores are ranked as by `torch.topk`."""
+    scores = logits.float().softmax(-1) if spec.scoring == "softmax" else activate(logits.float(), SIGMOID)
+    ranking = scores if bias is None else scores + bias
+    if spec.top_groups < spec.groups:
+        by_group = ranking.view(len(ranking), spec.groups, -1)
+        best = by_group.topk(spec.scores_per_group, dim=-1).values.sum(-1)
+        is_open = torch.zeros_like(best).scatter(1, best.topk(spec.top_groups, dim=-1).indices, 1.0)
+        ranking = by_group.masked_fill(is_open[..., None] == 0, -math.inf).flatten(1)
+    weights, experts = ranking.topk(top_k, dim=-1)
+    if bias is not None:
+        weights = scores.gather(1, experts)
+    if spec.normalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + MIN_WEIGHT_SUM)
+    return Routing(experts, weights if spec.scale == 1 else weights * spec.scale)
 
 
 def run_experts(

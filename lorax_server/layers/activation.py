@@ -17,7 +17,6 @@ TORCH_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
     "tanh": torch.tanh,
 }
-SIGMOID = Activation("sigmoid", torch.sigmoid)
 # transformers computes the tanh approximation in eight operations, torch in one.
 TANH_GELU_NAMES = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_accurate", "gelu_python_tanh")
 

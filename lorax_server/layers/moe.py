@@ -1,4 +1,4 @@
-"""Mixtures of experts, with routing functions and experts that support LoRA."""
+"""The experts of a mixture of experts, with LoRA."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -9,60 +9,9 @@ from torch import nn
 from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.adapters.target import AdapterTarget, ExpertTarget, TargetKind
 from lorax_server.distributed import Shard, join_shards, make_full_shard
-from lorax_server.kernels import Activation, ExpertMatrices, Ops, Routing, concat_matrices
-from lorax_server.layers.activation import SIGMOID
+from lorax_server.kernels import Activation, ExpertMatrices, Routing, concat_matrices
 from lorax_server.layers.linear import get_lora_args
 from lorax_server.weights import Weights
-
-Route = Callable[..., Routing]  # (router logits [num_tokens, num_experts], *, top_k, ...) -> experts and weights
-
-
-def route_softmax(logits: torch.Tensor, *, top_k: int, normalize: bool) -> Routing:
-    """Choose the experts with the largest softmax probabilities. With `normalize`, their weights sum to 1."""
-    weights, experts = logits.float().softmax(-1).topk(top_k, dim=-1)
-    return Routing(experts, weights / weights.sum(-1, keepdim=True) if normalize else weights)
-
-
-def route_softmax_groups(logits: torch.Tensor, *, top_k: int, groups: int, top_groups: int, scale: float) -> Routing:
-    """Choose the experts with the largest softmax probabilities in the `top_groups` groups with the best experts."""
-    scores = logits.float().softmax(-1)
-    if top_groups < groups:
-        by_group = scores.view(len(scores), groups, -1)
-        best = by_group.amax(-1)
-        is_open = torch.zeros_like(best).scatter(1, best.topk(top_groups, dim=-1).indices, 1.0)
-        scores = by_group.masked_fill(is_open[..., None] == 0, 0.0).flatten(1)
-    weights, experts = scores.topk(top_k, dim=-1)
-    return Routing(experts, weights * scale)
-
-
-def route_sigmoid(
-    logits: torch.Tensor,
-    *,
-    ops: Ops,
-    bias: torch.Tensor,
-    top_k: int,
-    groups: int,
-    top_groups: int,
-    normalize: bool,
-    scale: float,
-) -> Routing:
-    """Choose the experts with the largest sums of sigmoid score and bias. The weights are the scores without the bias.
-
-    With several groups of experts, only experts in the `top_groups` groups with the largest sums of their two best
-    scores are chosen.
-    """
-    scores = ops.activate(logits.float(), SIGMOID)
-    ranking = scores + bias
-    if top_groups < groups:
-        by_group = ranking.view(len(ranking), groups, -1)
-        best = by_group.topk(2, dim=-1).values.sum(-1)
-        is_open = torch.zeros_like(best).scatter(1, best.topk(top_groups, dim=-1).indices, 1.0)
-        ranking = by_group.masked_fill(is_open[..., None] == 0, -torch.inf).flatten(1)
-    experts = ranking.topk(top_k, dim=-1).indices
-    weights = scores.gather(1, experts)
-    if normalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return Routing(experts, weights * scale)
 
 
 class ExpertCounter:

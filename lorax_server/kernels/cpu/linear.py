@@ -19,6 +19,7 @@ from lorax_server.kernels.ops import (
     LinearWeights,
     LoraBatch,
     LoraTarget,
+    RouterSpec,
     Routing,
 )
 from lorax_server.kernels.panels import PanelMatrix, to_paired_panels, to_panels
@@ -105,6 +106,9 @@ class CpuLinears(CpuActivations):
 
     def make_experts(self, count: int, matrices: Iterable[ExpertMatrices], activation: Activation) -> ExpertWeights:
         return reference.make_experts(count, matrices, activation, self.make_linear)
+
+    def route(self, logits: torch.Tensor, top_k: int, spec: RouterSpec, bias: torch.Tensor | None = None) -> Routing:
+        return reference.route(logits, top_k, spec, bias, self.activate)
 
     def run_experts(
         self,

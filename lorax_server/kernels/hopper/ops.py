@@ -26,15 +26,18 @@ from lorax_server.kernels.ops import (
     Activation,
     AttentionSpec,
     CosSin,
+    ExpertWeights,
     LayerCache,
     LinearWeights,
     LoraBatch,
     LoraTarget,
     PagedBatch,
+    Routing,
 )
 from lorax_server.kernels.quantized import BlockMatrix, QuantizedMatrix
 from lorax_server.kernels.sampling import SampledTokens, SamplingBatch, SamplingInputs
 from lorax_server.kernels.triton import prefill_attention
+from lorax_server.kernels.triton.experts import run_experts
 from lorax_server.kernels.triton.kv_cache import rotate_and_write
 from lorax_server.kernels.triton.ops import TritonOps
 
@@ -183,6 +186,17 @@ class HopperOps(TritonOps):
             gate_up = self.multiply_base(x, weights)
             return prompt_lora.gated_linear(self._kernels, x, gate_up, activation.name, lora, targets)
         return norm_gate.apply_gate(self._kernels, self.linear(x, weights, lora, targets), activation.name)
+
+    def run_experts(
+        self,
+        x: torch.Tensor,
+        routing: Routing,
+        experts: ExpertWeights,
+        lora: LoraBatch | None,
+        targets: Sequence[LoraTarget],
+    ) -> torch.Tensor:
+        has_grouped_mm = x.dtype == torch.bfloat16  # in other dtypes, it synchronizes with the device
+        return run_experts(x, routing, experts, lora, targets, has_grouped_mm=has_grouped_mm)
 
     def rms_norm(
         self,

@@ -47,6 +47,7 @@ from lorax_server.kernels.triton.quantized import TritonMatrix, find_inputs, loa
 
 DECODE_TOKENS, SHORT_PROMPT_TOKENS = 256, 2048  # limits for smaller tiles
 GROUPED_TOKENS = 1024  # for more tokens, `torch.nn.functional.grouped_mm` is faster than `_product`
+GROUPED_ALIGNMENT = 8  # `grouped_mm` requires rows of a multiple of 16 bytes
 SHRINK_BYTES = 256  # bytes of an input row that one iteration reads
 DECODE_PART_INPUTS = 1024  # inputs per program of `_shrink_groups`
 DECODE_BLOCK_N = 256  # columns per program of `_expand_groups`
@@ -188,9 +189,13 @@ def sort_pairs(chosen: torch.Tensor, num_experts: int) -> Pairs:
 
 
 def can_group(pairs: Pairs, matrices: Sequence[StackedMatrices]) -> bool:
-    """Return True if the batch is large, and the experts are not quantized and have no biases."""
-    is_plain = all(isinstance(stack.weight, torch.Tensor) and stack.bias is None for stack in matrices)
-    return is_plain and pairs.num_tokens > GROUPED_TOKENS
+    """Return True if `grouped_mm` supports the matrices and is faster than `_product` for this batch."""
+    return pairs.num_tokens > GROUPED_TOKENS and all(
+        isinstance(stack.weight, torch.Tensor)
+        and stack.bias is None
+        and all(size % GROUPED_ALIGNMENT == 0 for size in stack.weight.shape[1:])
+        for stack in matrices
+    )
 
 
 # Both functions return the product of each sorted pair's input with its expert's matrix, `[pairs, outputs]`, without
@@ -434,9 +439,7 @@ def _expand_groups(
     row_stride, first = SLICES * padded_rank, tl.min(places, 0)
     v += (first * SLICES + index) * padded_rank
     for start in range(0, rank, RANKS):
-        low_rank = load_v(
-            v, row_stride, num_pairs.to(tl.int64) * row_stride, PARTS, is_mine, start, rank, scale, PARTS
-        )
+        low_rank = load_v(v, row_stride, num_pairs.to(tl.int64) * row_stride, PARTS, is_mine, start, rank, scale, PARTS)
         factor = load_b(b, start, rank, columns, WIDTH)
         total = multiply(low_rank.to(factor.dtype), factor, total, INTERPRETED)
     tl.store(pointers, total.to(out.dtype.element_ty), mask=mask)

@@ -14,17 +14,20 @@ from lorax_server.kernels.ops import (
     Activation,
     AttentionSpec,
     CosSin,
+    ExpertWeights,
     LayerCache,
     LinearWeights,
     LoraBatch,
     LoraTarget,
     PagedBatch,
+    Routing,
     SampleTokens,
 )
 from lorax_server.kernels.quantized import BlockMatrix, QuantizedMatrix
-from lorax_server.kernels.triton import decode_lora, experts, gated_activation, prompt_lora, quantized, scale_shift
+from lorax_server.kernels.triton import decode_lora, gated_activation, prompt_lora, quantized, router, scale_shift
 from lorax_server.kernels.triton.decode_attention import decode_attention
 from lorax_server.kernels.triton.embedding import adapt_embedding
+from lorax_server.kernels.triton.experts import make_experts, run_experts
 from lorax_server.kernels.triton.kv_cache import rotate_and_write
 from lorax_server.kernels.triton.lora_tiles import DECODE_ROWS, refresh_decode_tiles, refresh_prompt_tiles
 from lorax_server.kernels.triton.norm import layer_norm, rms_norm
@@ -56,8 +59,8 @@ class TritonOps:
     rms_norm = staticmethod(rms_norm)
     layer_norm = staticmethod(layer_norm)
     adapt_embedding = staticmethod(adapt_embedding)
-    make_experts = staticmethod(experts.make_experts)
-    run_experts = staticmethod(experts.run_experts)
+    make_experts = staticmethod(make_experts)
+    route = staticmethod(router.route)
 
     def attend(
         self,
@@ -137,6 +140,16 @@ class TritonOps:
                 return gated_activation.gated_linear(x, weights, activation, lora, targets)
             lora = None
         return gated_activation.apply_gate(self.linear(x, weights, lora, targets), activation)
+
+    def run_experts(
+        self,
+        x: torch.Tensor,
+        routing: Routing,
+        experts: ExpertWeights,
+        lora: LoraBatch | None,
+        targets: Sequence[LoraTarget],
+    ) -> torch.Tensor:
+        return run_experts(x, routing, experts, lora, targets)
 
     def add_lora(self, out: torch.Tensor, x: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]) -> None:
         if 0 < len(x) <= DECODE_ROWS:

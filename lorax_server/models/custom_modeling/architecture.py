@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lorax_server.kernels import Activation
+from lorax_server.kernels import Activation, RouterSpec
 from lorax_server.layers.activation import get_activation
 from lorax_server.layers.logits import LogitTransform
-from lorax_server.layers.moe import ExpertLoader, Route
+from lorax_server.layers.moe import ExpertLoader
 from lorax_server.layers.norm import RMSNorm
 from lorax_server.models.custom_modeling.paged import head_size
 from lorax_server.weights import Weights
@@ -49,11 +49,11 @@ class Mixture:
     top_k: int  # experts per token
     inner_size: int  # of each expert
     size_field: str = "moe_intermediate_size"  # the config field with the inner size
-    route: Route
+    router_spec: RouterSpec
     is_sparse: Sequence[bool] | None = None  # for each layer, whether it has experts instead of an MLP; None: all do
     module: str = "mlp"
     router: str = "gate"
-    router_bias: str | None = None  # a tensor in the router, passed to `route` in float32, with the ops
+    router_bias: str | None = None  # a tensor in the router that is added to the scores in float32
     has_router_bias: bool = False  # the router is a linear layer with a bias
     load: ExpertLoader | None = None  # see `Experts`
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # per-expert names of gate, up and down

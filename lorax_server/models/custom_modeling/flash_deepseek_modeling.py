@@ -6,7 +6,6 @@ latent from which the rest of the keys, and the values, would be computed (`laye
 
 import logging
 import math
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +13,12 @@ from torch import nn
 
 from lorax_server.distributed import Shard, make_full_shard, shard_units
 from lorax_server.errors import ConfigError
-from lorax_server.kernels import CosSin
+from lorax_server.kernels import CosSin, RouterSpec
 from lorax_server.kernels.device import is_host
 from lorax_server.kernels.select import ReferenceAttentionOps
 from lorax_server.layers.attention import PagedContext
 from lorax_server.layers.latent import LatentProjection
 from lorax_server.layers.linear import TensorParallelAdapterRowLinear, TensorParallelMultiAdapterLinear
-from lorax_server.layers.moe import Route, route_sigmoid, route_softmax_groups
 from lorax_server.layers.norm import RMSNorm
 from lorax_server.layers.rotary import rope_parameters
 from lorax_server.layers.targets import collect_adapter_targets
@@ -118,14 +116,14 @@ class FlashDeepseekV2ForCausalLM(_FlashLatentForCausalLM):
         _require(config, "scoring_func", "softmax")
         _require(config, "norm_topk_prob", False)
         has_groups = config.topk_method == "group_limited_greedy"
-        route = partial(
-            route_softmax_groups,
+        router_spec = RouterSpec(
+            normalize=False,
             groups=config.n_group if has_groups else 1,
             top_groups=config.topk_group if has_groups else 1,
             scale=config.routed_scaling_factor,
         )
         is_sparse = _find_sparse_layers(config)
-        return _describe(config, route, is_sparse, has_mlp_bias=bool(config.mlp_bias), is_interleaved=True)
+        return _describe(config, router_spec, is_sparse, has_mlp_bias=bool(config.mlp_bias), is_interleaved=True)
 
 
 class FlashDeepseekV3ForCausalLM(_FlashLatentForCausalLM):
@@ -145,15 +143,19 @@ class FlashGLM4MoeLiteForCausalLM(_FlashLatentForCausalLM):
 def _describe_v3(config: Any, is_sparse: list[bool]) -> Architecture:
     _require(config, "topk_method", "noaux_tc")
     _require(config, "scoring_func", "sigmoid")
-    route = partial(
-        route_sigmoid,
+    router_spec = RouterSpec(
+        scoring="sigmoid",
         groups=config.n_group,
         top_groups=config.topk_group,
         normalize=config.norm_topk_prob,
         scale=config.routed_scaling_factor,
     )
     return _describe(
-        config, route, is_sparse, router_bias="e_score_correction_bias", is_interleaved=bool(config.rope_interleave)
+        config,
+        router_spec,
+        is_sparse,
+        router_bias="e_score_correction_bias",
+        is_interleaved=bool(config.rope_interleave),
     )
 
 
@@ -164,7 +166,7 @@ def _find_sparse_layers(config: Any) -> list[bool]:
 
 def _describe(
     config: Any,
-    route: Route,
+    router_spec: RouterSpec,
     is_sparse: list[bool],
     *,
     is_interleaved: bool,
@@ -188,7 +190,7 @@ def _describe(
             num_experts=config.n_routed_experts,
             top_k=config.num_experts_per_tok,
             inner_size=config.moe_intermediate_size,
-            route=route,
+            router_spec=router_spec,
             router_bias=router_bias,
             is_sparse=is_sparse,
             shared="shared_experts",

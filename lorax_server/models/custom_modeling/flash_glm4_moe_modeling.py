@@ -1,9 +1,8 @@
 """GLM-4-MoE (GLM-4.5 and later): partial RoPE, shared experts, and a sigmoid router with groups of experts."""
 
-from functools import partial
 from typing import Any
 
-from lorax_server.layers.moe import route_sigmoid
+from lorax_server.kernels import RouterSpec
 from lorax_server.models.custom_modeling.architecture import Architecture, BiasFlags, Mixture
 from lorax_server.models.custom_modeling.common import SharedHeadNormAttention
 from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaForCausalLM
@@ -12,8 +11,8 @@ from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaF
 class FlashGLM4MoeForCausalLM(FlashLlamaForCausalLM):
     @staticmethod
     def describe(config: Any) -> Architecture:
-        route = partial(
-            route_sigmoid,
+        router_spec = RouterSpec(
+            scoring="sigmoid",
             groups=config.n_group,
             top_groups=config.topk_group,
             normalize=config.norm_topk_prob,
@@ -27,7 +26,7 @@ class FlashGLM4MoeForCausalLM(FlashLlamaForCausalLM):
                 num_experts=config.n_routed_experts,
                 top_k=config.num_experts_per_tok,
                 inner_size=config.moe_intermediate_size,
-                route=route,
+                router_spec=router_spec,
                 router_bias="e_score_correction_bias",
                 is_sparse=[layer >= config.first_k_dense_replace for layer in range(config.num_hidden_layers)],
                 shared="shared_experts",

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from lorax_server.distributed import Shard
-from lorax_server.kernels import Activation, ExpertMatrices
-from lorax_server.layers.moe import route_softmax
+from lorax_server.kernels import Activation, ExpertMatrices, RouterSpec
 from lorax_server.layers.norm import RMSNorm
 from lorax_server.models.custom_modeling.architecture import Architecture, BiasFlags, Mixture
 from lorax_server.models.custom_modeling.common import layer_windows
@@ -45,7 +44,7 @@ class FlashGPTOSSForCausalLM(FlashLlamaForCausalLM):
                 top_k=config.num_experts_per_tok,
                 inner_size=config.intermediate_size,
                 size_field="intermediate_size",
-                route=partial(route_softmax, normalize=True),
+                router_spec=RouterSpec(normalize=True),
                 router="router",
                 has_router_bias=True,
                 load=_load_experts,

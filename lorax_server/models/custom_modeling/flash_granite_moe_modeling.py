@@ -1,10 +1,9 @@
 """Granite-MoE: Granite 3 with a mixture of experts."""
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from lorax_server.layers.moe import route_softmax
+from lorax_server.kernels import RouterSpec
 from lorax_server.models.custom_modeling.architecture import Architecture, Mixture
 from lorax_server.models.custom_modeling.flash_granite_modeling import FlashGraniteForCausalLM
 
@@ -17,7 +16,7 @@ class FlashGraniteMoeForCausalLM(FlashGraniteForCausalLM):
             inner_size=config.intermediate_size,
             size_field="intermediate_size",
             top_k=config.num_experts_per_tok,
-            route=partial(route_softmax, normalize=True),
+            router_spec=RouterSpec(normalize=True),
             module="block_sparse_moe",
             router="router",
         )

@@ -20,8 +20,7 @@ from lorax_server.distributed import (
     shard_units,
 )
 from lorax_server.errors import ConfigError
-from lorax_server.kernels import CosSin
-from lorax_server.layers.activation import SIGMOID
+from lorax_server.kernels import SIGMOID, CosSin
 from lorax_server.layers.attention import PagedContext
 from lorax_server.layers.linear import TensorParallelAdapterRowLinear, TensorParallelMultiAdapterLinear
 from lorax_server.layers.moe import ExpertCounter, Experts
@@ -166,11 +165,11 @@ class SparseMLP(nn.Module):
                 f"(got {mixture.top_k})"
             )
         module = f"{prefix}.{mixture.module}"
-        self.route = partial(mixture.route, top_k=mixture.top_k)
+        self.top_k, self.router_spec = mixture.top_k, mixture.router_spec
+        self.router_bias: torch.Tensor | None = None
         if mixture.router_bias is not None:
             name = f"{module}.{mixture.router}.{mixture.router_bias}"
-            bias = weights.get_tensor(name, (mixture.num_experts,), torch.float32)
-            self.route = partial(self.route, ops=weights.ops, bias=bias)
+            self.router_bias = weights.get_tensor(name, (mixture.num_experts,), torch.float32)
         self.router = TensorParallelMultiAdapterLinear(
             weights,
             [f"{module}.{mixture.router}"],
@@ -198,7 +197,8 @@ class SparseMLP(nn.Module):
                 )
 
     def forward(self, x: torch.Tensor, ctx: PagedContext) -> torch.Tensor:
-        routing = self.route(self.router(x, ctx.adapter_data))
+        logits = self.router(x, ctx.adapter_data)
+        routing = self.ops.route(logits, self.top_k, self.router_spec, self.router_bias)
         if not ctx.in_graph:  # graphs have padding tokens, and CPU graphs cannot update tensors
             self.counter.add(routing)
         out: torch.Tensor = self.experts(x, routing, ctx.adapter_data)

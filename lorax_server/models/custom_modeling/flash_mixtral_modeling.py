@@ -1,10 +1,9 @@
 """Mixtral: Mistral with a mixture of experts."""
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from lorax_server.layers.moe import route_softmax
+from lorax_server.kernels import RouterSpec
 from lorax_server.models.custom_modeling.architecture import Architecture, Mixture
 from lorax_server.models.custom_modeling.flash_mistral_modeling import FlashMistralForCausalLM
 
@@ -17,7 +16,7 @@ class FlashMixtralForCausalLM(FlashMistralForCausalLM):
             inner_size=config.intermediate_size,
             size_field="intermediate_size",
             top_k=config.num_experts_per_tok,
-            route=partial(route_softmax, normalize=True),
+            router_spec=RouterSpec(normalize=True),
             matrices=("w1", "w3", "w2"),
         )
         return replace(FlashMistralForCausalLM.describe(config), mixture=mixture)

@@ -1,10 +1,9 @@
 """OLMoE: Llama with a mixture of experts, and norms over all query heads and all key heads."""
 
-from functools import partial
 from typing import Any
 
 from lorax_server.errors import ConfigError
-from lorax_server.layers.moe import route_softmax
+from lorax_server.kernels import RouterSpec
 from lorax_server.models.custom_modeling.architecture import Architecture, Mixture, read_biases
 from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaForCausalLM
 from lorax_server.models.custom_modeling.flash_olmo2_modeling import OLMo2Attention
@@ -23,6 +22,6 @@ class FlashOLMoEForCausalLM(FlashLlamaForCausalLM):
                 inner_size=config.intermediate_size,
                 size_field="intermediate_size",
                 top_k=config.num_experts_per_tok,
-                route=partial(route_softmax, normalize=config.norm_topk_prob),
+                router_spec=RouterSpec(normalize=config.norm_topk_prob),
             ),
         )

@@ -1,9 +1,8 @@
 """Qwen2-MoE: Qwen2 with a mixture of experts and a shared expert."""
 
-from functools import partial
 from typing import Any
 
-from lorax_server.layers.moe import route_softmax
+from lorax_server.kernels import RouterSpec
 from lorax_server.models.custom_modeling.architecture import Architecture, BiasFlags, Mixture
 from lorax_server.models.custom_modeling.common import find_sparse_layers, layer_windows
 from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaForCausalLM
@@ -19,7 +18,7 @@ class FlashQwen2MoeForCausalLM(FlashLlamaForCausalLM):
                 num_experts=config.num_experts,
                 inner_size=config.moe_intermediate_size,
                 top_k=config.num_experts_per_tok,
-                route=partial(route_softmax, normalize=config.norm_topk_prob),
+                router_spec=RouterSpec(normalize=config.norm_topk_prob),
                 is_sparse=find_sparse_layers(config),
                 shared="shared_expert",
                 shared_size=config.shared_expert_intermediate_size,

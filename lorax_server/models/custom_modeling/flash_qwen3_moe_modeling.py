@@ -1,9 +1,8 @@
 """Qwen3-MoE: Qwen3 with a mixture of experts."""
 
-from functools import partial
 from typing import Any
 
-from lorax_server.layers.moe import route_softmax
+from lorax_server.kernels import RouterSpec
 from lorax_server.models.custom_modeling.architecture import Architecture, Mixture, read_biases
 from lorax_server.models.custom_modeling.common import SharedHeadNormAttention, find_sparse_layers
 from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaForCausalLM
@@ -21,7 +20,7 @@ class FlashQwen3MoeForCausalLM(FlashLlamaForCausalLM):
                 num_experts=config.num_experts,
                 inner_size=config.moe_intermediate_size,
                 top_k=config.num_experts_per_tok,
-                route=partial(route_softmax, normalize=config.norm_topk_prob),
+                router_spec=RouterSpec(normalize=config.norm_topk_prob),
                 is_sparse=find_sparse_layers(config),
             ),
         )
