@@ -253,11 +253,11 @@ def _add_lora(
     width = targets[0].columns.stop - targets[0].columns.start
     adapters = lora.buffer, lora.table, lora.adapter_indices
     sizes = lora.table.shape[1], targets[0].index, padded_rank
-    if pairs.tiles is DECODE_TILES:
+    if pairs.num_tokens <= DECODE_TOKENS:
         parts = triton.cdiv(inputs, DECODE_PART_INPUTS)
         v = x.new_empty(parts, len(out), slices, padded_rank, dtype=torch.float32)
         constants = {
-            "EXPERTS": len(pairs.starts) - 1, "HEIGHT": DECODE_TILES.height, "TOP_K": pairs.top_k, "SLICES": slices,
+            "EXPERTS": len(pairs.starts) - 1, "HEIGHT": pairs.tiles.height, "TOP_K": pairs.top_k, "SLICES": slices,
             "PARTS": parts, "INTERPRETED": is_interpreted(),
         }  # fmt: skip
         _shrink_groups[(parts, slices, len(out))](

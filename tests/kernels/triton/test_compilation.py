@@ -1,5 +1,5 @@
-"""The kernels for quantized weights can be compiled for GPUs. This needs no GPU, and finds errors that Triton's
-interpreter does not find.
+"""The kernels for quantized weights and for mixtures of experts can be compiled for GPUs. This needs no GPU, and finds
+errors that Triton's interpreter does not find.
 """
 
 import os
@@ -12,10 +12,11 @@ import pytest
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
-def test_kernels_for_quantized_weights_compile(capability: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("module", "count"), [("compile_quantized", 42), ("compile_experts", 40)])
+def test_kernels_compile(module: str, count: int, capability: int, tmp_path: Path) -> None:
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.triton.compile_quantized", str(capability)]
+    command = [sys.executable, "-m", f"tests.kernels.triton.{module}", str(capability)]
     environ |= {"TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["compiled", "42"]
+    assert done.stdout.split() == ["compiled", str(count)]

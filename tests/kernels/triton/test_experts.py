@@ -23,7 +23,7 @@ from lorax_server.kernels import (
 )
 from lorax_server.kernels.triton import experts as kernels
 from tests.grids import slow_except
-from tests.kernels.expert_cases import Mixture
+from tests.kernels.expert_cases import Mixture, Runs
 
 MIXTURES = {
     "small": Mixture(hidden=32, inner=24, num_experts=6, top_k=3),
@@ -56,8 +56,8 @@ def place(lora: LoraBatch, device: torch.device) -> LoraBatch:
     return replace(lora, **{name: getattr(lora, name).to(device) for name in names})
 
 
-def make(mixture: Mixture, device: torch.device) -> ExpertWeights:
-    made = mixture.make(kernels)
+def make(mixture: Mixture, device: torch.device, dtype: torch.dtype = torch.float32) -> ExpertWeights:
+    made = mixture.make(kernels, dtype)
     assert made.stacked is not None
     stacked: Any = made.stacked
     gate_up, down = (
@@ -88,6 +88,98 @@ def test_adapters_with_different_ranks_share_a_tile(name: str, in_graph: bool, d
         x.to(device), Routing(*(part.to(device) for part in routing)), make(mixture, device), batch, mixture.targets
     )
     torch.testing.assert_close(out.cpu().double(), mixture.expected(x, routing, lora), rtol=1e-4, atol=1e-4)
+
+
+def run(
+    mixture: Mixture, lora: LoraBatch, dtype: torch.dtype, device: torch.device, *, has_grouped_mm: bool = False
+) -> torch.Tensor:
+    """Return the outputs for a batch on the CPU."""
+    tokens = len(lora.adapter_indices)
+    routing = Routing(*(part.to(device) for part in mixture.route(tokens)))
+    made, batch = make(mixture, device, dtype), place(lora, device)
+    x = mixture.inputs(tokens, dtype).to(device)
+    return kernels.run_experts(x, routing, made, batch, mixture.targets, has_grouped_mm=has_grouped_mm).cpu()
+
+
+MANY, FEW = Mixture(hidden=40, inner=16, num_experts=9, top_k=8), Mixture(hidden=40, inner=24, num_experts=2, top_k=1)
+DECODE_CASES: dict[str, tuple[Mixture, Runs]] = {
+    "one token": (MANY, [(1, 1)]),
+    "adapter in separate runs": (MANY, [(2, 1), (1, 1), (0, 1), (3, 1), (2, 1)]),
+    "one adapter": (FEW, [(2, 40)]),
+    "different adapters": (FEW, [(1, 1), (2, 1), (3, 1), (4, 1), (0, 1), (5, 1)]),
+}
+DECODE_RANKS = [(64, 33, 17), (1, 16, 3), (0, 5, 0), (0, 0, 2), (8, 0, 80)]
+
+
+@pytest.mark.parametrize("name", DECODE_CASES)
+@pytest.mark.parametrize("in_graph", slow_except([True], [False, True]))
+def test_decode_steps_use_each_adapter_at_its_rank(
+    name: str, in_graph: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "DECODE_PART_INPUTS", 32)
+    monkeypatch.setattr(kernels, "SHRINK_BYTES", 64)
+    monkeypatch.setattr(kernels, "DECODE_BLOCK_N", 32)
+    mixture, runs = DECODE_CASES[name]
+    lora = replace(mixture.lora(runs, DECODE_RANKS), in_graph=in_graph)
+    out, tokens = run(mixture, lora, torch.float32, device), len(lora.adapter_indices)
+    expected = mixture.expected(mixture.inputs(tokens), mixture.route(tokens), lora)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_close_to_float64(dtype: torch.dtype, device: torch.device) -> None:
+    mixture, runs = DECODE_CASES["different adapters"]
+    lora = mixture.lora(runs, DECODE_RANKS, dtype)
+    out, tokens = run(mixture, lora, dtype, device), len(lora.adapter_indices)
+    expected = mixture.expected(mixture.inputs(tokens, dtype), mixture.route(tokens), lora)
+    assert (out.double() - expected).abs().max() < 0.03 * expected.abs().max()
+
+
+def test_adapters_do_not_change_other_tokens(device: torch.device) -> None:
+    mixture, tokens = FEW._replace(top_k=2), 6
+    outputs = [
+        run(mixture, mixture.lora([(1, 1), (other, 4), (3, 1)], DECODE_RANKS), torch.float32, device)
+        for other in (0, 1, 2, 5)
+    ]
+    for row in (0, tokens - 1):
+        assert all(torch.equal(out[row], outputs[0][row]) for out in outputs)
+    assert not torch.equal(outputs[0][1:5], outputs[1][1:5])
+
+
+def test_empty_batch_has_empty_output(device: torch.device) -> None:
+    mixture = MIXTURES["small"]
+    assert run(mixture, mixture.lora([], RANKS), torch.float32, device).shape == (0, mixture.hidden)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_products_match_tiles(
+    dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, grouped_mm = [], F.grouped_mm
+
+    def multiply(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(args[0].shape)
+        return grouped_mm(*args, **kwargs)
+
+    monkeypatch.setattr(F, "grouped_mm", multiply)
+    monkeypatch.setattr(kernels, "GROUPED_TOKENS", 10)
+    mixture = MIXTURES["small"]
+    for tokens in (10, 11):
+        lora = mixture.lora([(1, 5), (0, 3), (2, tokens - 8)], RANKS, dtype)
+        outputs = [run(mixture, lora, dtype, device, has_grouped_mm=flag) for flag in (False, True)]
+        tolerance = 1e-5 if dtype == torch.float32 else 0.05
+        torch.testing.assert_close(*outputs, rtol=tolerance, atol=tolerance)
+    assert [list(shape) for shape in calls] == [[33, mixture.hidden], [33, mixture.inner]]
+
+
+def test_experts_with_biases_use_tiles(device: torch.device) -> None:
+    stacked: Any = make(MIXTURES["small"], device).stacked
+    pairs = kernels.sort_pairs(torch.zeros(kernels.GROUPED_TOKENS + 1, 1, dtype=torch.long, device=device), 6)
+    assert kernels.can_group(pairs, stacked)
+    assert not kernels.can_group(pairs, [stacked[0], stacked[1]._replace(bias=torch.zeros(6, 32))])
+    odd = make(Mixture(hidden=32, inner=7, num_experts=6, top_k=1), device).stacked
+    assert odd is not None
+    assert not kernels.can_group(pairs, odd)
 
 
 @pytest.mark.parametrize("quantize", FORMATS)
