@@ -26,6 +26,7 @@ from lorax_server.kernels.triton.lora_math import (
 from lorax_server.kernels.triton.lora_tiles import prompt_tiles
 
 FUSED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+CLAMPED_SWIGLU = "clamped_swiglu"  # has two parameters, and is only fused without adapters
 BASE_HEIGHT, BASE_BLOCK_N = 4, 512
 BLOCK_N = 64
 BLOCKS = 8  # column blocks per program, so that the loaded V is reused
@@ -33,7 +34,7 @@ BLOCKS = 8  # column blocks per program, so that the loaded V is reused
 
 def apply_gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """Return `activation(gate) * up`, where gate and up are the halves of `gate_up`, without adapters."""
-    if activation.name not in FUSED_ACTIVATIONS:
+    if activation.name not in (*FUSED_ACTIVATIONS, CLAMPED_SWIGLU):
         first, second = gate_up.chunk(2, dim=-1)
         return activation.apply_gate(first, second)
     tokens, width = len(gate_up), gate_up.shape[1] // 2
@@ -41,8 +42,9 @@ def apply_gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     grid = (triton.cdiv(width, BASE_BLOCK_N), triton.cdiv(tokens, BASE_HEIGHT))
     if tokens:
         _gate[grid](
-            out, gate_up, tokens, WIDTH=width, ACTIVATION=activation.name, HEIGHT=BASE_HEIGHT, BLOCK_N=BASE_BLOCK_N
-        )
+            out, gate_up, tokens, *(activation.parameters or (0.0, 0.0)), WIDTH=width, ACTIVATION=activation.name,
+            HEIGHT=BASE_HEIGHT, BLOCK_N=BASE_BLOCK_N,
+        )  # fmt: skip
     return out
 
 
@@ -90,17 +92,23 @@ def _activate(x, ACTIVATION: tl.constexpr):
         return tl.where(x < 0, 0.0, x)  # keeps NaN
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "alpha", "limit"])
 def _gate(
-    out, gate_up, num_rows, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, HEIGHT: tl.constexpr, BLOCK_N: tl.constexpr
-):
+    out, gate_up, num_rows, alpha, limit, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, HEIGHT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
     rows = (tl.program_id(1) * HEIGHT + tl.arange(0, HEIGHT)).to(tl.int64)[:, None]
     columns = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     mask = (rows < num_rows) & (columns < WIDTH)
     pointers = gate_up + rows * (2 * WIDTH) + columns
     first = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(pointers + WIDTH, mask=mask, other=0.0).to(tl.float32)
-    value = _activate(first, ACTIVATION) * second
+    if ACTIVATION == "clamped_swiglu":
+        first = tl.where(first > limit, limit, first)  # keeps NaN
+        second = tl.where(second > limit, limit, tl.where(second < -limit, -limit, second))
+        value = first * tl.sigmoid(first * alpha) * (second + 1.0)
+    else:
+        value = _activate(first, ACTIVATION) * second
     tl.store(out + rows * WIDTH + columns, value.to(out.dtype.element_ty), mask=mask)
 
 
