@@ -3,7 +3,7 @@
 import sys
 from typing import Any
 
-from lorax_server.kernels.triton import experts, router
+from lorax_server.kernels.triton import experts, gated_activation, router
 from tests.kernels.triton.compile_quantized import compile_kernel
 
 HIDDEN, INNER, NUM_EXPERTS, TOP_K = 2048, 768, 128, 8
@@ -58,8 +58,18 @@ def compile_routers(capability: int, dtype: str) -> int:
     return 2
 
 
+def compile_gate(capability: int, dtype: str) -> int:
+    types = {"out": f"*{dtype}", "gate_up": f"*{dtype}", "num_rows": "i32", "alpha": "fp32", "limit": "fp32"}
+    sizes = {"HEIGHT": gated_activation.BASE_HEIGHT, "BLOCK_N": gated_activation.BASE_BLOCK_N, "WIDTH": INNER}
+    constants = sizes | {"ACTIVATION": gated_activation.CLAMPED_SWIGLU}
+    compile_kernel(gated_activation._gate, capability, types, constants, 4, 3)
+    return 1
+
+
+def compile_all(capability: int, dtype: str) -> int:
+    return compile_experts(capability, dtype) + compile_routers(capability, dtype) + compile_gate(capability, dtype)
+
+
 if __name__ == "__main__":
     number = int(sys.argv[1])
-    print(
-        "compiled", sum(compile_experts(number, dtype) + compile_routers(number, dtype) for dtype in ("bf16", "fp32"))
-    )
+    print("compiled", compile_all(number, "bf16") + compile_all(number, "fp32"))
