@@ -12,6 +12,7 @@ from lorax_server.models.custom_modeling.neox_modeling import GPTNeoxForCausalLM
 from lorax_server.models.custom_modeling.opt_modeling import OPTForCausalLM
 from tests.grids import slow_except
 from tests.paged import PagedDriver
+from tests.parity.adapters.cases import CASES
 from tests.parity.adapters.mixed import SPREAD, mixed_cases, write_mixed
 from tests.parity.adapters.served import load_adapters, make_model
 from tests.parity.oracle import oracle_logits
@@ -74,6 +75,28 @@ def test_paged_batch_of_adapters_matches_single_requests(base: str, tmp_path: Pa
         expected = oracle_logits(oracle, ids, length, {})
         got = run_paged(model, arena, [(adapter, length, ids)])[0][:, : expected.shape[1]]
         assert (got - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("base", ["qwen3moe", pytest.param("mixtral", marks=pytest.mark.slow)])
+def test_batch_of_adapters_on_experts_matches_single_requests(base: str, tmp_path: Path, device: torch.device) -> None:
+    """All forms of adapters on experts and routers are mixed with the base model."""
+    cases = [case for name, case in CASES.items() if name.startswith("experts") and case.base == base]
+    folders = [tmp_path / str(number) for number in range(len(cases))]
+    for case, folder in zip(cases, folders, strict=True):
+        case.write(folder)
+    model = make_model(base, device)
+    arena = load_adapters(model, folders, device)
+    generator = torch.Generator().manual_seed(12)
+    rows = []
+    for adapter in [0, *range(1, len(cases) + 1), 0, *range(1, len(cases) + 1)]:
+        length = int(torch.randint(1, 14, (), generator=generator))
+        rows.append((adapter, length, torch.randint(0, VOCAB, (length + STEPS,), generator=generator).tolist()))
+    batched = run_paged(model, arena, rows)
+    for (adapter, length, ids), together in zip(rows, batched, strict=True):
+        alone = run_paged(model, arena, [(adapter, length, ids)])[0]
+        assert (together - alone).abs().max() < 1e-5
+        oracle = cases[adapter - 1].oracle(folders[adapter - 1]).to(device) if adapter else make_oracle(base).to(device)
+        assert (together - oracle_logits(oracle, ids, length, {})).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("base", slow_except(["neox-parallel"], PADDED))
