@@ -138,7 +138,7 @@ class Routing(NamedTuple):
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """How a router chooses experts and weights their outputs. The settings are constant after loading."""
+    """A router's settings for choosing experts and weighting their outputs, which are constant after loading."""
 
     normalize: bool  # divide the weights of a token by their sum
     scoring: Literal["softmax", "sigmoid"] = "softmax"  # computes the scores from the logits
