@@ -1,5 +1,6 @@
 """The scheduler decides which tokens each step computes. It uses no tensors."""
 
+import itertools
 import math
 import time
 from bisect import insort
@@ -232,17 +233,10 @@ class Scheduler:
                 if result.head_guesses:
                     sampled.head_guesses = result.head_guesses[rows[-1]]
                     sampled.first_head_guess = len(sampled.token_ids) + len(rows)
-                tokens = tuple(
-                    [
-                        SampledToken(
-                            result.token_ids[row], result.logprobs[row], alternatives.get(row) if alternatives else None
-                        )
-                        for row in rows
-                    ]
-                )
-                output = self._append_tokens(sampled, tokens)
-                if num_drafted:
-                    output = output._replace(num_drafted=num_drafted, num_accepted=len(rows) - 1)
+                token_ids, logprobs = result.token_ids[rows.start : rows.stop], result.logprobs[rows.start : rows.stop]
+                listed = [alternatives.get(row) for row in rows] if alternatives else itertools.repeat(None)
+                tokens = tuple(map(SampledToken, token_ids, logprobs, listed))
+                output = self._append_tokens(sampled, token_ids, tokens, num_drafted)
                 if result.pooled and output.failure is None:  # the token only marks the end of the sequence
                     output = output._replace(tokens=(), pooled=result.pooled[number])
                 outputs.append(output)
@@ -284,13 +278,16 @@ class Scheduler:
         self.counters.accepted_tokens += num_accepted
         sequence.num_drafts = 0
 
-    def _append_tokens(self, sequence: Sequence, tokens: tuple[SampledToken, ...]) -> Output:
-        request_id = sequence.request.request_id
+    def _append_tokens(
+        self, sequence: Sequence, new_ids: list[int], tokens: tuple[SampledToken, ...], num_drafted: int
+    ) -> Output:
+        """Append sampled tokens, which may follow `num_drafted` draft tokens, and return the output."""
+        request_id, num_accepted = sequence.request.request_id, len(tokens) - 1
         if math.isnan(tokens[-1].logprob):
             self._finish(sequence)
             is_merged = self._adapters.is_merged(sequence.request.adapter_identity)
-            return Output.failed(request_id, make_nan_error(is_merged))
-        new_ids = [token.token_id for token in tokens]
+            failed = Output.failed(request_id, make_nan_error(is_merged))
+            return failed._replace(num_drafted=num_drafted, num_accepted=num_accepted)
         if sequence.forced_tokens:
             tokens += tuple([SampledToken(each, 0.0) for each in sequence.forced_tokens])
         reason = sequence.append(*new_ids)
@@ -299,7 +296,7 @@ class Scheduler:
             self._finish(sequence)
         elif sequence.slot is None:
             self.queues.unblock(sequence)
-        output = Output(request_id, tokens, reason)
+        output = Output(request_id, tokens, reason, num_drafted=num_drafted, num_accepted=num_accepted)
         return output if sequence.start_info is None else sequence.attach_start_info(output)
 
     # --- Scheduling ---------------------------------------------------------------------------------------------------

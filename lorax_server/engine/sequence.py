@@ -128,7 +128,10 @@ class Sequence:
         one sampled token.
         """
         stop_ids, limit = self._all_stop_token_ids, min(max_tokens, self.num_remaining - 1)
-        return tuple(itertools.takewhile(lambda token_id: token_id not in stop_ids, draft[: max(limit, 0)]))
+        allowed = tuple(draft[: max(limit, 0)])
+        if stop_ids.isdisjoint(allowed):
+            return allowed
+        return tuple(itertools.takewhile(lambda token_id: token_id not in stop_ids, allowed))
 
     def continues_after(self, token_ids: Seq[int]) -> bool:
         """Return True if the sequence continues after these tokens and the forced tokens that follow them."""

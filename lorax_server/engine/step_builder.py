@@ -65,13 +65,13 @@ class SubmittedStep(NamedTuple):
 
         The last valid token is the first token that differs from its draft token, or the token after the draft.
         """
-        if number not in self.drafts:
-            return range(first := self.first_row(number), first + 1)
-        first = end = self.first_rows[number]
-        for token_id in self.drafts[number]:
-            if result.token_ids[end] != token_id or math.isnan(result.logprobs[end]):
-                break
-            end += 1
+        first = end = self.first_row(number)
+        if draft := self.drafts.get(number):
+            token_ids, logprobs = result.token_ids, result.logprobs
+            for token_id in draft:
+                if token_ids[end] != token_id or math.isnan(logprobs[end]):
+                    break
+                end += 1
         return range(first, end + 1)
 
     def cut_draft(self, number: int, length: int) -> None:

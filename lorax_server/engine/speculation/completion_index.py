@@ -62,6 +62,8 @@ class CompletionIndex:
 
     def guess(self, context: Sequence[int]) -> Guess | None:
         """Return the most frequent token after the longest known context, or None if no context is known."""
+        if not self._new and not self._old:  # the common case of an adapter without completions
+            return None
         for number, order in enumerate(ORDERS):
             if order > len(context):
                 continue

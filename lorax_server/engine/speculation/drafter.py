@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from heapq import heapify, heappop, heapreplace
+from itertools import accumulate, islice
 
 from lorax_server.engine.sequence import Sequence
 from lorax_server.engine.speculation.completion_index import ORDERS, AdapterHistory, Histories
@@ -12,6 +12,7 @@ from lorax_server.engine.speculation.prompt_lookup import KINDS, PromptLookup
 from lorax_server.engine.speculation.step_costs import StepCosts
 
 MIN_GAIN = 1.05  # expected speedup below which no tokens are drafted, because estimates are not exact
+MIN_PROBABILITY = 0.05  # drafts end before tokens that are less likely, because planning them takes time
 HEAD_KINDS = KINDS + 8 * len(ORDERS)  # guesses of draft heads: one kind per head
 MAX_FAILURES = 8  # attempts in a row without draft tokens; after more of them, a sequence is tried less often
 MAX_RETRY_STEPS = 16  # maximum number of steps until the next attempt
@@ -128,7 +129,7 @@ class SpeculativeDrafter:
     def _plan(self, sequences: Iterable[Sequence], num_running: int, max_tokens: int) -> dict[Sequence, list[int]]:
         """Return the drafts with the highest expected number of tokens per second, or no drafts.
 
-        Tokens are added in the order of their probability. Every step size is a candidate.
+        The most likely tokens are drafted first. Every step size is a candidate.
         """
         if self._max_batch_size is not None and num_running > self._max_batch_size:
             return {}
@@ -140,56 +141,67 @@ class SpeculativeDrafter:
         min_rate = MIN_GAIN * plain_rate
         if all(size <= min_rate * seconds for size, seconds in sizes):
             return {}  # drafts would not save time if all their tokens were correct
-        drafts = [
-            (each, list[int]()) for each in sequences if self._find_state(each).next_attempt <= len(each.token_ids)
-        ]
-        extensions = [self._extend(sequence, token_ids) for sequence, token_ids in drafts]
-        firsts = [(-next(extension, 0.0), index) for index, extension in enumerate(extensions)]
-        heap = [first for first in firsts if first[0]]  # next token of each draft, most likely token first
-        heapify(heap)
-        chosen = list[int]()  # the draft of each token, most likely token first
-        expected = float(num_running)  # tokens that the step yields
+        tried = [each for each in sequences if self._find_state(each).next_attempt <= len(each.token_ids)]
+        tokens = self._guess_all(tried, max_tokens)
+        tokens.sort(reverse=True)
+        expected = list(accumulate([likely for likely, _ in tokens], initial=float(num_running)))
         best_rate, num_best = min_rate, 0
-        for number, (size, seconds) in enumerate(sizes):
-            if not heap:
+        for size, seconds in sizes:
+            count = min(size - num_running, len(tokens))
+            if expected[count] > best_rate * seconds:
+                best_rate, num_best = expected[count] / seconds, count
+            if count == len(tokens):
                 break
-            probability = -heap[0][0]  # no later token is more likely
-            base = expected - probability * (num_running + len(chosen))
-            if all(base + probability * later <= best_rate * later_s for later, later_s in sizes[number:]):
-                break  # no larger step is better
-            while heap and num_running + len(chosen) < size:
-                likely, index = heap[0]
-                expected -= likely
-                chosen.append(index)
-                if following := next(extensions[index], 0.0):
-                    heapreplace(heap, (-following, index))
-                else:
-                    heappop(heap)
-            if expected > best_rate * seconds:
-                best_rate, num_best = expected / seconds, len(chosen)
         self._speedup = best_rate / plain_rate
-        counts = Counter(chosen[:num_best])
-        for index, (sequence, _) in enumerate(drafts):
-            self._states[sequence].record_attempt(len(sequence.token_ids), has_draft=index in counts)
-        return {drafts[index][0]: drafts[index][1][:count] for index, count in counts.items()}
+        counts, drafts = Counter([index for _, index in tokens[:num_best]]), dict[Sequence, list[int]]()
+        for index, sequence in enumerate(tried):
+            state, count = self._states[sequence], counts[index]
+            state.record_attempt(len(sequence.token_ids), has_draft=count > 0)
+            if count:
+                first = sequence.num_in_flight
+                drafts[sequence] = [guess.token_id for guess in state.guesses[first : first + count]]
+        return drafts
 
-    def _extend(self, sequence: Sequence, token_ids: list[int]) -> Iterator[float]:
-        """Append guesses to a draft, and yield after each guess the probability that the draft is correct.
+    def _guess_all(self, sequences: list[Sequence], max_tokens: int) -> list[tuple[float, int]]:
+        """Guess tokens for all sequences, and return the probability and the sequence's index for each draft token.
+
+        Unlikely drafts end early, and the other drafts are extended until there are about `max_tokens` tokens.
+        """
+        tokens = list[tuple[float, int]]()
+        drafts = [(index, self._start_draft(sequence)) for index, sequence in enumerate(sequences)]
+        while drafts and len(tokens) < max_tokens:
+            num_each, unfinished = max(1, (max_tokens - len(tokens)) // len(drafts)), []
+            for draft in drafts:
+                index, likely = draft[0], 0.0
+                for likely in islice(draft[1], num_each):
+                    tokens.append((likely, index))
+                if likely:
+                    unfinished.append(draft)
+            drafts = unfinished
+        return tokens
+
+    def _start_draft(self, sequence: Sequence) -> Iterator[float]:
+        """Check the last guesses, and return an iterator that extends a new draft by one token at a time.
 
         Guesses for tokens in flight are assumed to be correct.
         """
         state = self._states[sequence]
         self._head_trial.record_accepted(state.check_guesses(sequence.token_ids))
+        return self._extend(sequence, state.guesses)
+
+    def _extend(self, sequence: Sequence, guesses: list[Guess]) -> Iterator[float]:
+        """Append guesses, and yield after each draft token the probability that the draft is correct up to this token."""
         num_in_flight, probability = sequence.num_in_flight, 1.0
         max_tokens = min(self._max_tokens, sequence.num_remaining - 1)
-        for number, (guess, likely) in enumerate(self._guess_tokens(sequence)):
-            if number >= num_in_flight + max_tokens:
+        for guess, likely in islice(self._guess_tokens(sequence), num_in_flight + max(max_tokens, 0)):
+            guesses.append(guess)
+            if num_in_flight:
+                num_in_flight -= 1
+                continue
+            probability *= likely
+            if probability < MIN_PROBABILITY:
                 return
-            state.guesses.append(guess)
-            if number >= num_in_flight:
-                token_ids.append(guess.token_id)
-                probability *= likely
-                yield probability
+            yield probability
 
     def _guess_tokens(self, sequence: Sequence) -> Iterator[tuple[Guess, float]]:
         """Yield guesses for the tokens after the sequence's last known token. Each guess has the probability that it is

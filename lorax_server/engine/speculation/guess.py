@@ -19,15 +19,18 @@ class Accuracy:
 
     def __init__(self) -> None:
         self._counts: dict[int, tuple[float, float]] = {}  # (right, all) by kind
+        self._estimates: dict[int, float] = {}  # by kind
 
     def estimate(self, kind: int) -> float:
-        right, count = self._counts.get(kind, (0.0, 0.0))
-        return (right + PRIOR_RIGHT * PRIOR_COUNT) / (count + PRIOR_COUNT)
+        return self._estimates.get(kind, PRIOR_RIGHT)
 
     def record(self, kind: int, is_right: bool) -> None:
         right, count = self._counts.get(kind, (0.0, 0.0))
-        scale = 0.5 if count >= MAX_COUNT else 1.0
-        self._counts[kind] = right * scale + is_right, count * scale + 1
+        if count >= MAX_COUNT:
+            right, count = right / 2, count / 2
+        right, count = right + is_right, count + 1
+        self._counts[kind] = right, count
+        self._estimates[kind] = (right + PRIOR_RIGHT * PRIOR_COUNT) / (count + PRIOR_COUNT)
 
 
 def bucket(length: int) -> int:

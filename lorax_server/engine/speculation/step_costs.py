@@ -6,13 +6,14 @@ from collections.abc import Iterator
 # Assumed fixed costs of a step, such as reading the weights, in tokens: on CPUs, and on GPUs.
 PRIOR_RATIO, GPU_PRIOR_RATIO = 8.0, 128.0
 PRIOR_OVERHEAD = 0.1  # assumed fixed costs of drafts, as a share of a step
-NEW_SIZE_COSTS = 0.05  # assumed additional costs of sizes that were not measured, because their first steps are slow
 MAX_GROWTH = 4  # ratio between the draft tokens in a step and in the largest measured step
 WARMUP_STEPS = 3  # ignored steps of each size, because they may record a graph or load kernels
 MIN_STEPS = 2  # after warm-up, before a size counts as measured
 RECENT_STEPS = 7  # of each size, whose median is used
 REFRESH_STEPS = 8  # steps until estimates are computed again, or fewer if a size was measured for the first time
-MAX_AGE = 1500  # steps until unused measurements with drafts expire, so that drafts are tried again
+# Steps until unused measurements with drafts expire, so that drafts are tried again. The first limit applies to sizes
+# that were measured once. It doubles with each measurement, because the first measurements may have been slow.
+MIN_AGE, MAX_AGE = 100, 1500
 MIN_PLAIN_INTERVAL = 4  # steps with drafts between two steps without drafts
 # Share of the speed that may be lost by measuring a step without drafts. If two steps are in flight, three steps
 # without drafts run instead of one, and the loss is up to three times as large.
@@ -20,8 +21,11 @@ MAX_MEASURING_LOSS = 0.005
 
 
 def round_size(num_tokens: int) -> int:
-    """Round up to the next step size that is measured separately. Sizes above 8 are 14 to 25 % apart."""
-    unit = 1 << max(0, (num_tokens - 1).bit_length() - 3)
+    """Round up to the next step size that is measured separately: 1 to 8, 12, 16, 24, 32, 48, 64, 96, 128 and so on.
+
+    Kernels process tokens in tiles whose sizes are powers of two, so sizes in between take almost as long.
+    """
+    unit = 1 << max(0, (num_tokens - 1).bit_length() - 2) if num_tokens > 8 else 1
     return -(-num_tokens // unit) * unit
 
 
@@ -36,18 +40,18 @@ class _StepTimes:
     """The median time of the recent steps of one size."""
 
     def __init__(self) -> None:
-        self.last_step = 0
+        self.expires_at = 0  # step number
         self.median: float | None = None  # None until the size is measured
+        self._num_measured = 0
         self._num_warmups = 0
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
 
     def add(self, step: int, seconds: float) -> None:
-        if step - self.last_step > MAX_AGE:
-            self._recent.clear()
-        self.last_step = step
         if self._num_warmups < WARMUP_STEPS:
             self._num_warmups += 1
             return
+        self._num_measured += 1
+        self.expires_at = step + min(MAX_AGE, MIN_AGE << min(self._num_measured, 10))
         self._recent.append(seconds)
         self.median = sorted(self._recent)[(len(self._recent) - 1) // 2] if len(self._recent) >= MIN_STEPS else None
 
@@ -118,8 +122,8 @@ class StepCosts:
         points = self._find_points(num_sequences, plain_s)
         (first, first_s), (last, last_s) = points[0], points[-1]
         token_s = plain_s / (self._prior_ratio + num_sequences)
-        if last > first:
-            token_s = max(token_s / 2, (last_s - first_s) / (last - first))
+        if last > first:  # large steps may take less time per token
+            token_s = max(token_s, (last_s - first_s) / (last - first) / 2)
         max_drafted = max(num_sequences, MAX_GROWTH * (last - first))
         index = 0
         for size in step_sizes(num_sequences, min(max_tokens, num_sequences + max_drafted)):
@@ -129,9 +133,9 @@ class StepCosts:
             if measured_size == points[index][0]:
                 seconds = points[index][1]
             elif index + 1 < len(points):
-                seconds = _interpolate(points[index], points[index + 1], measured_size) * (1 + NEW_SIZE_COSTS)
+                seconds = _interpolate(points[index], points[index + 1], measured_size)
             else:
-                seconds = (last_s + token_s * (measured_size - last)) * (1 + NEW_SIZE_COSTS)
+                seconds = last_s + token_s * (measured_size - last)
             yield size, seconds
 
     def _find_points(self, num_sequences: int, plain_s: float) -> list[tuple[int, float]]:
@@ -139,11 +143,10 @@ class StepCosts:
         Times do not decrease with the size.
         """
         points = [(num_sequences, plain_s * (1 + PRIOR_OVERHEAD))]
-        oldest = self._num_steps - MAX_AGE
         points += sorted(
             (size, times.median)
             for size, times in self._drafted.items()
-            if times.median is not None and size > num_sequences and times.last_step >= oldest
+            if times.median is not None and size > num_sequences and times.expires_at >= self._num_steps
         )
         for index in range(len(points) - 2, -1, -1):
             points[index] = points[index][0], min(points[index][1], points[index + 1][1])

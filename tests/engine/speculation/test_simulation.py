@@ -14,6 +14,22 @@ MIN_SPEEDUP = 0.97
 H200_MS = ((1, 4.26), (8, 4.4), (16, 4.7), (32, 5.3), (64, 6.8), (128, 8.5), (256, 12.1), (512, 23.6))
 CPU_TIMES = ((1, 1.0), (2, 1.3), (4, 1.9), (8, 3.2), (80, 27.0))  # relative to one token
 SLOW_FIRST = {"num_slow_steps": 3}
+# Step times in ms on an H200 by number of tokens, without drafts and with drafts, measured with forced drafts. Steps with
+# drafts are not overlapped with the next step, and kernels with more than 64 rows are different.
+MEASURED_MS = {
+    1: (4.19, ((2, 5.17), (8, 5.17), (9, 5.37))),
+    16: (4.9, ((32, 6.3), (64, 7.9), (80, 9.5), (128, 10.9), (144, 11.0))),
+    64: (6.93, ((65, 9.0), (128, 10.7), (192, 13.1), (256, 13.9), (320, 18.0))),
+}
+SLOW_SMALL_DRAFTS_MS = 6.93, ((65, 9.0), (128, 12.0), (192, 13.5), (256, 13.9))  # one draft per sequence does not pay
+FAST_DRAFTS_MS = 6.93, ((65, 8.0), (128, 9.0), (192, 11.5), (256, 12.3))
+SLOW_LARGE_DRAFTS_MS = 6.93, ((65, 8.0), (128, 9.0), (192, 16.0), (256, 16.5))
+MEASURED = [
+    *((num_sequences, times) for num_sequences, times in MEASURED_MS.items()),
+    *((64, times) for times in (SLOW_SMALL_DRAFTS_MS, FAST_DRAFTS_MS, SLOW_LARGE_DRAFTS_MS)),
+]
+MEASURED_IDS = ["1", "16", "64", "64, slow small drafts", "64, fast drafts", "64, slow large drafts"]
+Times = tuple[float, tuple[tuple[int, float], ...]]
 NOISE = {"noise": 0.3, "outliers": 0.03}
 
 
@@ -28,6 +44,22 @@ def interpolated(points: tuple[tuple[int, float], ...]) -> Callable[[int], float
 
 def h200(**options: Any) -> Machine:
     return Machine(interpolated(H200_MS), draft_overhead=0.8, **options)
+
+
+def measured(num_sequences: int, times: Times, **options: Any) -> Machine:
+    plain, with_drafts = times
+    cost = interpolated(with_drafts)
+    return Machine(lambda num_tokens: plain if num_tokens <= num_sequences else cost(num_tokens), **options)
+
+
+def best_speedup(machine: Machine, num_sequences: int, acceptance: float) -> float:
+    """Return the speedup if every sequence has the best number of draft tokens in every step."""
+    speedups = [
+        machine.cost(num_sequences) / machine.cost(num_sequences * (1 + k)) * sum(acceptance**i for i in range(k + 1))
+        for k in range(1, 9)
+        if num_sequences * (1 + k) <= 256
+    ]
+    return max(1.0, *speedups)
 
 
 def cpu(**options: Any) -> Machine:
@@ -58,6 +90,30 @@ def test_drafts_pay_off_on_cpu(num_sequences: int, goal: float) -> None:
 @pytest.mark.parametrize("options", [{}, NOISE, SLOW_FIRST], ids=["steady", "noise", "slow first steps"])
 def test_wrong_drafts_cost_little(num_sequences: int, options: dict[str, float]) -> None:
     assert simulate(h200(**options), num_sequences, 0.0, GPU_PRIOR_RATIO) >= MIN_SPEEDUP
+
+
+@pytest.mark.parametrize(("num_sequences", "times"), MEASURED, ids=MEASURED_IDS)
+@pytest.mark.parametrize(
+    ("options", "share"), [({}, 0.92), (NOISE, 0.9), (SLOW_FIRST, 0.8)], ids=["steady", "noise", "slow first steps"]
+)
+def test_best_number_of_drafts_is_found(
+    num_sequences: int, times: Times, options: dict[str, float], share: float
+) -> None:
+    """The measured costs are not convex: one draft token per sequence may not pay, although several do."""
+    machine = measured(num_sequences, times, **options)
+    goal = share * best_speedup(machine, num_sequences, 0.8)
+    assert simulate(machine, num_sequences, 0.8, GPU_PRIOR_RATIO, num_steps=600) >= goal
+
+
+@pytest.mark.parametrize(("num_sequences", "times"), MEASURED, ids=MEASURED_IDS)
+def test_wrong_drafts_cost_little_at_measured_times(num_sequences: int, times: Times) -> None:
+    machine = measured(num_sequences, times, **SLOW_FIRST)
+    assert simulate(machine, num_sequences, 0.0, GPU_PRIOR_RATIO) >= MIN_SPEEDUP
+
+
+def test_no_drafts_if_a_step_has_no_space_for_them() -> None:
+    machine = measured(256, (12.1, ((257, 20.0), (512, 25.0))))
+    assert simulate(machine, 256, 0.8, GPU_PRIOR_RATIO) == 1.0
 
 
 @pytest.mark.parametrize(("num_sequences", "acceptance"), [(1, 0.8), (1, 0.5), (16, 0.8), (64, 0.8)])
