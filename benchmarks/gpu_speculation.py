@@ -1,17 +1,20 @@
 """Measure speculative decoding with the Llama-3.1-8B shape on one GPU, with replayed drafts.
 
 A first run without speculation records the completions. The drafter then proposes the recorded tokens, but each
-position is wrong with probability 0.2 (acceptance 0.8) or 1 (acceptance 0). The number of draft tokens is chosen as in
-the server, based on measured step times and accuracy. Runs with and without speculation take turns, and the speedup is
-the median over rounds. The speed excludes all steps before every sequence has its first token.
+position is wrong with probability 0.2 (acceptance 0.8) or 1 (acceptance 0). Every run draws different positions. The
+number of draft tokens is chosen as in the server, based on measured step times and accuracy. Runs with and without
+speculation take turns, and the speedup is the median over rounds. The speed includes only steps in which all sequences
+decode, because a server replaces finished sequences.
 
 The model always counts: the token after token `i` is `i + 1`, so that rounding errors do not change completions. The
 weights of its layers and its adapters are random.
 """
 
+import itertools
 import random
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from harness.engine import COUNTING_MODEL, Adapter, Bench, Mark, make_parser, open_bench, plain_adapters
@@ -22,9 +25,10 @@ from lorax_server.engine.sequence import Sequence as EngineSequence
 from lorax_server.engine.speculation.drafter import SpeculativeDrafter
 from lorax_server.engine.speculation.guess import Guess
 from lorax_server.engine.speculation.step_costs import GPU_PRIOR_RATIO, StepCosts
+from lorax_server.process_tuning import tune_gc
 from lorax_server.types import Output
 
-PROMPT, TOKENS, ROUNDS = 128, 128, 5
+PROMPT, TOKENS, ROUNDS = 128, 256, 5
 SHORT_TOKENS, SHORT_ROUNDS = 16, 1  # with a tiny model
 MAX_LENGTH = 1024
 ACCEPTANCES = (0.8, 0.0)
@@ -63,37 +67,68 @@ class ReplayDrafter(SpeculativeDrafter):
 
     def __init__(self, completions: Completions, acceptance: float, max_tokens: int, vocab_size: int) -> None:
         super().__init__(max_tokens, costs=StepCosts(GPU_PRIOR_RATIO))
-        choice = random.Random(0)
+        self._completions, self._acceptance, self._vocab_size = completions, acceptance, vocab_size
+        self.draw_errors(0)
+
+    def draw_errors(self, seed: int) -> None:
+        """Choose the positions whose guesses are wrong."""
+        choice, acceptance, vocab_size = random.Random(seed), self._acceptance, self._vocab_size
         self._replayed: dict[tuple[int, ...], list[int]] = {
             prompt: [
                 token_id if choice.random() < acceptance else (token_id + vocab_size // 2) % vocab_size
                 for token_id in token_ids
             ]
-            for prompt, token_ids in completions.items()
+            for prompt, token_ids in self._completions.items()
         }
+        self._by_sequence: dict[EngineSequence, list[int]] = {}  # hashing the prompts takes long
 
     def _guess_tokens(self, sequence: EngineSequence) -> Iterator[tuple[Guess, float]]:
         accuracy = self._states[sequence].history.accuracy
-        replayed = self._replayed[tuple(sequence.request.prompt_ids)]
-        for token_id in replayed[sequence.num_generated :]:
+        if (replayed := self._by_sequence.get(sequence)) is None:
+            replayed = self._by_sequence[sequence] = self._replayed[tuple(sequence.request.prompt_ids)]
+        for token_id in itertools.islice(replayed, sequence.num_generated, None):
             yield Guess(token_id, GUESS_KIND), accuracy.estimate(GUESS_KIND)
 
 
+@dataclass
+class DraftCounts:
+    """Numbers of draft tokens."""
+
+    drafted: int = 0
+    accepted: int = 0
+    rejected: int = 0  # first wrong token of each draft; the tokens after it are not checked
+
+    def record(self, num_drafted: int, num_accepted: int, num_rejected: int) -> None:
+        self.drafted += num_drafted
+        self.accepted += num_accepted
+        self.rejected += num_rejected
+
+    @property
+    def acceptance(self) -> float:
+        return self.accepted / max(self.accepted + self.rejected, 1)
+
+
 class Recording:
-    """Records the tokens and the time of every step."""
+    """Records the tokens and the time of the steps in which all sequences decode."""
 
     def __init__(self, num_sequences: int) -> None:
         self._num_sequences = num_sequences
         self._started: set[int] = set()  # sequences with at least one token
         self._times: list[float] = []  # end of the step that completes the first tokens, and of all later steps
         self._num_tokens = 0  # in steps after the first of these steps
+        self._is_finished = False  # some sequence is finished
+        self.drafts = DraftCounts()
 
     def record_step(self, mark: Mark, outputs: list[Output]) -> None:
-        if not outputs:
-            return  # the step was submitted, but no step was collected
+        self._is_finished |= any(output.finish_reason is not None for output in outputs)
+        if not outputs or self._is_finished:
+            return  # without outputs, the step was submitted, but no step was collected
         if len(self._started) == self._num_sequences:
             self._num_tokens += sum(len(output.tokens) for output in outputs)
             self._times.append(mark.at)
+            for output in outputs:
+                num_drafted, num_accepted = output.num_drafted, output.num_accepted
+                self.drafts.record(num_drafted, num_accepted, int(num_accepted < num_drafted))
             return
         self._started.update(output.request_id for output in outputs if output.tokens)
         if len(self._started) == self._num_sequences:
@@ -119,6 +154,7 @@ class Run(NamedTuple):
     seconds: float
     num_steps: int
     completions: list[list[int]]
+    drafts: DraftCounts
 
 
 def generate(
@@ -130,7 +166,7 @@ def generate(
     with bench.clock.observed(recording.record_step):
         completions = bench.generate(prompts, tokens, case.row_adapters)
     bench.llm._engine._scheduler._drafter = None
-    return Run(recording.tokens_per_s, recording.seconds, recording.num_steps, completions)
+    return Run(recording.tokens_per_s, recording.seconds, recording.num_steps, completions, recording.drafts)
 
 
 def measure_case(bench: Bench, case: SpeculationCase, max_tokens: int, tokens: int, rounds: int) -> list[Record]:
@@ -143,14 +179,15 @@ def measure_case(bench: Bench, case: SpeculationCase, max_tokens: int, tokens: i
     for acceptance in ACCEPTANCES:
         drafter = ReplayDrafter(completions, acceptance, max_tokens, bench.shape.vocab_size)
         generate(bench, case, prompts, tokens, drafter)  # measures the step times
-        before, speedups, plain_runs, runs = bench.llm.status, list[float](), list[Run](), list[Run]()
-        for _ in range(rounds):
+        speedups, plain_runs, runs = list[float](), list[Run](), list[Run]()
+        for number in range(rounds):
+            drafter.draw_errors(1 + number)
             plain_runs.append(generate(bench, case, prompts, tokens, None))
             runs.append(generate(bench, case, prompts, tokens, drafter))
             speedups.append(runs[-1].tokens_per_s / plain_runs[-1].tokens_per_s)
-        after = bench.llm.status
-        num_drafted = after.drafted_tokens - before.drafted_tokens
-        num_accepted = after.accepted_tokens - before.accepted_tokens
+        drafts = DraftCounts()
+        for run in runs:
+            drafts.record(run.drafts.drafted, run.drafts.accepted, run.drafts.rejected)
         all_runs = (*plain_runs, *runs)
         num_different = sum(
             found != known for run in all_runs for found, known in zip(run.completions, expected, strict=True)
@@ -160,7 +197,8 @@ def measure_case(bench: Bench, case: SpeculationCase, max_tokens: int, tokens: i
         plain_rate = statistics.median(run.tokens_per_s for run in plain_runs)
         rate = statistics.median(run.tokens_per_s for run in runs)
         all_speedups = " ".join(f"{speedup:.2f}" for speedup in speedups)
-        print(f"{name:28}  {plain_rate:8.0f}  {rate:8.0f} tokens/s  ({all_speedups})", flush=True)
+        measured = f"{drafts.acceptance:.2f} accepted"
+        print(f"{name:28}  {plain_rate:8.0f}  {rate:8.0f} tokens/s  ({all_speedups})  {measured}", flush=True)
         num_steps, plain_steps = (sum(run.num_steps for run in each) for each in (runs, plain_runs))
         ms, plain_ms = (
             1e3 * sum(run.seconds for run in each) / count
@@ -171,8 +209,9 @@ def measure_case(bench: Bench, case: SpeculationCase, max_tokens: int, tokens: i
             Record("  smallest speedup", min(speedups), "x", "no speculation"),
             Record("  speed", rate, "tokens/s", f"{plain_rate:.0f} without speculation"),
             Record("  time per step", ms, "ms", f"{plain_ms:.2f} ms without speculation"),
-            Record("  draft tokens per step and sequence", num_drafted / num_steps / case.rows, "tokens"),
-            Record("  accepted drafts", num_accepted / max(num_drafted, 1), "of draft tokens"),
+            Record("  draft tokens per step and sequence", drafts.drafted / num_steps / case.rows, "tokens"),
+            Record("  accepted drafts", drafts.accepted / max(drafts.drafted, 1), "of draft tokens"),
+            Record("  acceptance", drafts.acceptance, "of draft tokens after correct tokens"),
             Record("  completions with other tokens", num_different, "completions", goal=0, at_most=True),
         ]
     return records
@@ -191,6 +230,7 @@ def main() -> None:
     rounds = args.rounds or (SHORT_ROUNDS if args.tiny else ROUNDS)
     records: list[Record] = []
     with open_bench(args, list(adapters), COUNTING_MODEL, max_length=MAX_LENGTH) as bench:
+        tune_gc()  # as in the server
         for case in cases:
             records += measure_case(bench, case, args.tokens, length, rounds)
     report(records, args.json)

@@ -244,6 +244,7 @@ class Engine:
             if problem is not None:
                 self._scheduler.rollback(problem)
                 outputs += self._pop_failed()
+        self._scheduler.learn()
         num_in_flight = len(self._scheduler.in_flight)
         if num_in_flight and (plan is None or num_in_flight >= self.capabilities.max_steps_in_flight):
             outputs += self._collect()

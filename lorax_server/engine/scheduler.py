@@ -42,7 +42,10 @@ class Drafter(Protocol):
         """Record the time of a step in which every sequence decodes."""
 
     def finish(self, sequence: Sequence) -> None:
-        """Update the statistics with a finished or aborted completion."""
+        """Drop the state of a finished or aborted completion."""
+
+    def learn(self) -> None:
+        """Update the statistics with the last drafts and the finished completions."""
 
 
 class Scheduler:
@@ -242,6 +245,11 @@ class Scheduler:
                 outputs.append(output)
         self.counters.generated_tokens += sum([len(output.tokens) for output in outputs])
         return self.pop_failed() + outputs
+
+    def learn(self) -> None:
+        """Update the drafter's statistics. Call this after a step was submitted, while the device is busy."""
+        if self._drafter is not None:
+            self._drafter.learn()
 
     def rollback(self, error: LoraxError) -> None:
         """Undo the last step after an out-of-memory error. Its largest sequence fails, and the other sequences are

@@ -42,7 +42,8 @@ class SlotTables:
         self._host_tokens = host_view(self.token_ids.view(-1))
         self._host_blocks = host_view(self.blocks)
         self._shifts = np.zeros(self.blocks.shape, np.int64)  # KV slot minus token position, for each block
-        self._sequence_sampling = [SequenceSampling(SamplingParams())] * max_num_seqs
+        self._last_sampling = SequenceSampling(SamplingParams())  # of the last new sequence
+        self._sequence_sampling = [self._last_sampling] * max_num_seqs
         self._selected: SelectedSlots | None = None  # cached selection of the last step
         self._block_tables: tuple[bytes, int, torch.Tensor] | None = None  # (slots key, width, blocks) of the last step
         self.version = 0  # incremented when slots or blocks change
@@ -55,7 +56,10 @@ class SlotTables:
             tokens = to_device(np.array(new.token_ids, np.int64), device)
             self.token_ids[new.slot, : len(tokens)] = tokens
             self.host_prompt_lengths[new.slot] = new.prompt_length
-            self._sequence_sampling[new.slot] = SequenceSampling.from_params(new.sampling, new.stop)
+            sampling = SequenceSampling.from_params(new.sampling, new.stop)
+            # Equal parameters share an object, because comparing different objects takes longer.
+            self._last_sampling = self._last_sampling if sampling == self._last_sampling else sampling
+            self._sequence_sampling[new.slot] = self._last_sampling
             self._selected = None
         if len(plan.new_blocks):
             slots, columns, blocks = plan.new_blocks.T
@@ -90,8 +94,12 @@ class SlotTables:
         """Write a step's draft tokens to the token table, after the known tokens of their sequences."""
         assert plan.drafts is not None
         firsts = plan.slots * self.token_ids.shape[1] + plan.starts + plan.counts - plan.drafts.counts
-        token_ids = to_device(plan.drafts.token_ids, self.token_ids.device)
-        self.write_tokens(_concatenate_ranges(firsts, plan.drafts.counts), token_ids)
+        token_indices = _concatenate_ranges(firsts, plan.drafts.counts)
+        if self._host_tokens is not None:
+            self._host_tokens[token_indices] = plan.drafts.token_ids
+        else:
+            on_device = columns_to_device([token_indices, plan.drafts.token_ids], self.token_ids.device)
+            self.token_ids.view(-1)[on_device[0]] = on_device[1]
 
     def compute_kv_slots(self, slots: Ints, positions: Ints) -> Ints:
         """Return the KV cache slot of each token, given its sequence slot and its position in the sequence."""

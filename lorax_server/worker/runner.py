@@ -28,6 +28,9 @@ from lorax_server.worker.inputs import (
     split_forced_tokens,
 )
 
+# Cached batches of adapters. A step needs one for all tokens and one for the LM head. The number of draft tokens often
+# changes from step to step.
+MAX_ADAPTER_DATA = 16
 # Logits of all prompt tokens would not fit into memory, so prompt log probabilities are computed in chunks.
 PROMPT_LOGPROB_CHUNK_TOKENS = 256
 
@@ -215,8 +218,8 @@ class PagedRunner:
             return None
         key = adapter_indices.tobytes() + b"|" + counts.tobytes()
         if key not in self._adapter_data:
-            data, known = None, [other for other in self._adapter_data.values() if other is not None]
-            if len(self._adapter_data) >= 2:  # a step needs one entry for all tokens and one for the LM head
+            data, known = None, [other for other in list(self._adapter_data.values())[-2:] if other is not None]
+            if len(self._adapter_data) >= MAX_ADAPTER_DATA:
                 self._adapter_data = {}
             if adapter_indices.any():
                 indices = to_device(np.repeat(adapter_indices, counts), self._device)

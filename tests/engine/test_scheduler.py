@@ -158,6 +158,8 @@ class RandomDrafter:
 
     def finish(self, sequence: Sequence) -> None: ...
 
+    def learn(self) -> None: ...
+
 
 @dataclass
 class FakeAdapterTable(AdapterTable):

@@ -1,12 +1,13 @@
 """Proposes draft tokens for all sequences of a batch if they are likely to save time."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from itertools import accumulate, islice
+from typing import NamedTuple
 
 from lorax_server.engine.sequence import Sequence
 from lorax_server.engine.speculation.completion_index import ORDERS, AdapterHistory, Histories
-from lorax_server.engine.speculation.guess import Guess
+from lorax_server.engine.speculation.guess import Accuracy, Guess
 from lorax_server.engine.speculation.head_trial import HeadTrial
 from lorax_server.engine.speculation.prompt_lookup import KINDS, PromptLookup
 from lorax_server.engine.speculation.step_costs import StepCosts
@@ -14,8 +15,29 @@ from lorax_server.engine.speculation.step_costs import StepCosts
 MIN_GAIN = 1.05  # expected speedup below which no tokens are drafted, because estimates are not exact
 MIN_PROBABILITY = 0.05  # drafts end before tokens that are less likely, because planning them takes time
 HEAD_KINDS = KINDS + 8 * len(ORDERS)  # guesses of draft heads: one kind per head
+MAX_LEARNED_TOKENS = 256  # completion tokens indexed per step, because indexing takes about 3 us per token
 MAX_FAILURES = 8  # attempts in a row without draft tokens; after more of them, a sequence is tried less often
 MAX_RETRY_STEPS = 16  # maximum number of steps until the next attempt
+
+
+class _UncheckedGuesses(NamedTuple):
+    """Guesses, and the tokens that were generated at their positions."""
+
+    accuracy: Accuracy
+    guesses: list[Guess]
+    token_ids: list[int]
+    num_drafted: int  # leading guesses that were used as draft tokens
+
+    def record(self) -> int:
+        """Record which guesses were correct. Return the number of correct draft tokens that draft heads guessed."""
+        num_from_heads = 0
+        for number, (guess, token_id) in enumerate(zip(self.guesses, self.token_ids, strict=False)):
+            guessed_id, kind = guess
+            self.accuracy.record(kind, guessed_id == token_id)
+            if guessed_id != token_id:
+                break
+            num_from_heads += number < self.num_drafted and kind >= HEAD_KINDS
+        return num_from_heads
 
 
 class _SequenceState:
@@ -36,19 +58,12 @@ class _SequenceState:
         if self.num_failures > MAX_FAILURES:
             self.next_attempt = num_tokens + min(2 ** (self.num_failures - MAX_FAILURES), MAX_RETRY_STEPS)
 
-    def check_guesses(self, token_ids: list[int]) -> int:
-        """Record which of the last guesses were correct, and start new guesses after these tokens.
-
-        Return the number of correct draft tokens that draft heads guessed.
-        """
-        num_from_heads = 0
-        for number, (guess, token_id) in enumerate(zip(self.guesses, token_ids[self.first :], strict=False)):
-            self.history.accuracy.record(guess.kind, guess.token_id == token_id)
-            if guess.token_id != token_id:
-                break
-            num_from_heads += number < self.num_drafted and guess.kind >= HEAD_KINDS
+    def start_guesses(self, token_ids: list[int]) -> _UncheckedGuesses:
+        """Start new guesses after these tokens. Return the last guesses, with the tokens that followed them."""
+        token_ids_since = token_ids[self.first :]
+        unchecked = _UncheckedGuesses(self.history.accuracy, self.guesses, token_ids_since, self.num_drafted)
         self.first, self.guesses, self.num_drafted = len(token_ids), [], 0
-        return num_from_heads
+        return unchecked
 
 
 class SpeculativeDrafter:
@@ -58,6 +73,8 @@ class SpeculativeDrafter:
     The number of draft tokens is chosen for the whole batch, so that the expected number of tokens per second is
     maximal. It depends on the accuracy of earlier guesses of the same kind, and on measured step times. Guesses and
     their accuracy do not depend on the texts of other tenants.
+
+    While drafts are planned, the device waits. Therefore `learn` does all work that the next drafts do not need.
     """
 
     def __init__(
@@ -76,6 +93,8 @@ class SpeculativeDrafter:
         self._costs = costs or StepCosts()
         self._head_trial = HeadTrial()
         self._states: dict[Sequence, _SequenceState] = {}
+        self._unchecked: list[_UncheckedGuesses] = []
+        self._finished: deque[tuple[Sequence, AdapterHistory]] = deque()  # completions to index
         self._speedup = MIN_GAIN  # expected speedup of the last drafts
         self._retry_steps = 1  # steps until the next attempt if `waits` finds no drafts
         self._num_skipped = 0  # calls of `waits` since the last attempt
@@ -118,13 +137,23 @@ class SpeculativeDrafter:
         self._costs.record(num_sequences, num_drafted, seconds)
 
     def finish(self, sequence: Sequence) -> None:
-        """Index a finished completion."""
+        """Drop the state of a finished sequence. `learn` indexes its completion."""
         self._retry_steps = 1  # the next sequence may be more predictable
-        state, request = self._states.pop(sequence, None), sequence.request
+        state = self._states.pop(sequence, None)
         if sequence.num_generated > 0:
-            history = self._find_history(sequence) if state is None else state.history
+            self._finished.append((sequence, self._find_history(sequence) if state is None else state.history))
+
+    def learn(self) -> None:
+        """Check the last guesses, and index finished completions. Call this once per step, after its submission."""
+        unchecked, self._unchecked = self._unchecked, []
+        self._head_trial.record_accepted(sum([guesses.record() for guesses in unchecked]))
+        num_tokens = 0
+        while self._finished and num_tokens < MAX_LEARNED_TOKENS:
+            sequence, history = self._finished.popleft()
+            request = sequence.request
             history.completions.add(sequence.token_ids, len(request.prompt_ids))
             self._histories.keep(request.tenant, (request.adapter_identity, request.salt), history)
+            num_tokens += sequence.num_generated
 
     def _plan(self, sequences: Iterable[Sequence], num_running: int, max_tokens: int) -> dict[Sequence, list[int]]:
         """Return the drafts with the highest expected number of tokens per second, or no drafts.
@@ -181,12 +210,14 @@ class SpeculativeDrafter:
         return tokens
 
     def _start_draft(self, sequence: Sequence) -> Iterator[float]:
-        """Check the last guesses, and return an iterator that extends a new draft by one token at a time.
+        """Return an iterator that extends a new draft by one token at a time.
 
         Guesses for tokens in flight are assumed to be correct.
         """
         state = self._states[sequence]
-        self._head_trial.record_accepted(state.check_guesses(sequence.token_ids))
+        if state.guesses:
+            self._unchecked.append(state.start_guesses(sequence.token_ids))
+        state.first = len(sequence.token_ids)
         return self._extend(sequence, state.guesses)
 
     def _extend(self, sequence: Sequence, guesses: list[Guess]) -> Iterator[float]:
@@ -212,11 +243,11 @@ class SpeculativeDrafter:
         state.lookup.update(token_ids)
         context = token_ids[-max(ORDERS) :]
         position, length = state.lookup.find(token_ids)
-        head = len(token_ids) - sequence.first_head_guess
+        head, num_heads = len(token_ids) - sequence.first_head_guess, len(sequence.head_guesses)
         while True:
             guess = completions.guess(context)
             likely = accuracy.estimate(guess.kind) if guess is not None else 0.0
-            if head < len(sequence.head_guesses):
+            if head < num_heads:
                 guessed = Guess(sequence.head_guesses[head], HEAD_KINDS + head)
                 if (head_likely := accuracy.estimate(guessed.kind)) > likely:
                     guess, likely = guessed, head_likely

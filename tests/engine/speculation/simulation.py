@@ -78,6 +78,7 @@ def simulate(
                 sequence.token_ids += [TOKEN] * (num_accepted + 1)
                 num_tokens += num_accepted + 1
             if is_speculative:
+                drafter.learn()
                 drafter.record_step(num_sequences, num_drafted, step_s)
         rates.append(num_tokens / seconds)
     return rates[1] / rates[0]

@@ -38,14 +38,17 @@ def teach(drafter: SpeculativeDrafter, prompt: Sequence[int], completion: Sequen
         sequence = make_sequence(prompt, completion[:length], **options)
         propose(drafter, sequence, 1)
     drafter.finish(sequence)
+    drafter.learn()
 
 
 def propose(drafter: SpeculativeDrafter, sequence: EngineSequence, num_running: int) -> list[int]:
     """Return the draft of one sequence. The other running sequences have no drafts."""
+    drafter.learn()
     return drafter.propose([sequence], num_running, MAX_ROWS - num_running).get(sequence, [])
 
 
 def waits(drafter: SpeculativeDrafter, sequence: EngineSequence, num_running: int) -> bool:
+    drafter.learn()
     return drafter.waits([sequence], num_running, MAX_ROWS - num_running)
 
 

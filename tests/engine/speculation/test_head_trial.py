@@ -32,6 +32,7 @@ def run_steps(drafter: SpeculativeDrafter, offset: int) -> int:
     sequence, count = make_sequence([1], [2]), 0
     for token_id in range(3, 300):
         drafter.propose([sequence], 1, MAX_ROWS)
+        drafter.learn()
         count += drafter.must_run_heads(1)
         sequence.token_ids.append(token_id)
         sequence.head_guesses, sequence.first_head_guess = [token_id + 1 + offset], len(sequence.token_ids)
