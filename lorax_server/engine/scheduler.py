@@ -6,6 +6,7 @@ import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from lorax_server.engine.adapters.table import AdapterTable
@@ -27,9 +28,7 @@ MAX_SAMPLED_ROWS = 64  # sampled tokens per step with drafts, at least `max_num_
 class Drafter(Protocol):
     """Guesses the next tokens of sequences. A step verifies the guesses, so they never change a completion."""
 
-    def propose(
-        self, sequences: Iterable[Sequence], num_running: int, max_tokens: int
-    ) -> Mapping[Sequence, Iterable[int]]:
+    def propose(self, sequences: Iterable[Sequence], num_running: int, max_tokens: int) -> Mapping[Sequence, Seq[int]]:
         """Return draft tokens for the positions after the sequences' last tokens, at most `max_tokens` in total."""
 
     def must_run_heads(self, num_running: int) -> bool:
@@ -180,9 +179,9 @@ class Scheduler:
         builder = StepBuilder(self.limits.max_step_tokens, self.limits.max_prefill_chunk_tokens, self.limits.can_chunk)
         forced, long, drafts = list[Sequence](), list[Sequence](), self._propose_drafts()
         for sequence in self._sort_running():
-            num_tokens = sequence.num_uncomputed
             if sequence in drafts:
                 continue
+            num_tokens = sequence.num_uncomputed
             if num_tokens == 1:
                 self._schedule_running(builder, sequence, 1, samples=True)  # the token budget suffices for all slots
             elif num_tokens > 1:  # scheduled after single-token sequences
@@ -317,7 +316,7 @@ class Scheduler:
         candidates = [sequence for sequence in self._sort_running() if sequence.can_draft]
         if candidates:
             for sequence, proposed in self._drafter.propose(candidates, len(self._running), num_spare).items():
-                if draft := sequence.limit_draft(tuple(proposed), num_spare):
+                if draft := sequence.limit_draft(proposed, num_spare):
                     drafts[sequence] = draft
                     num_spare -= len(draft)
         return drafts
@@ -352,7 +351,10 @@ class Scheduler:
         """Add a running sequence and its draft tokens to the step. If too few KV blocks are free, add only its next
         token.
         """
-        if sequence.slot is not None and self._cache.allocate(sequence, 1 + len(draft)):
+        num_tokens = 1 + len(draft)
+        if sequence.slot is not None and (
+            sequence.num_computed + num_tokens <= sequence.capacity or self._cache.allocate(sequence, num_tokens)
+        ):
             builder.add_tokens(sequence, 1, samples=True, draft=draft)
         else:
             self._schedule_running(builder, sequence, 1, samples=True)

@@ -120,15 +120,16 @@ class Sequence:
     @property
     def can_draft(self) -> bool:
         """Return True if only the last generated token must be computed before the next token can be sampled."""
-        is_allowed = self.request.speculation and self.num_generated > 0
-        return is_allowed and not self.num_in_flight and self.num_uncomputed == 1
+        if self.num_in_flight or not self.request.speculation:
+            return False
+        return self.num_uncomputed == 1 and self.num_generated > 0
 
     def limit_draft(self, draft: Seq[int], max_tokens: int) -> tuple[int, ...]:
         """Return the part of a draft that can be verified in one step. It contains no stop tokens, and leaves room for
         one sampled token.
         """
         stop_ids, limit = self._all_stop_token_ids, min(max_tokens, self.num_remaining - 1)
-        allowed = tuple(draft[: max(limit, 0)])
+        allowed = tuple(draft) if len(draft) <= limit else tuple(draft[: max(limit, 0)])
         if stop_ids.isdisjoint(allowed):
             return allowed
         return tuple(itertools.takewhile(lambda token_id: token_id not in stop_ids, allowed))

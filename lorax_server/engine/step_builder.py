@@ -258,11 +258,14 @@ class StepBuilder:
         step = SubmittedStep(number, sum(self.counts), now, columns, sampled, scored_prompts, self.has_grammars)
         if not self.drafts:
             return step
-        drafts = [self.drafts.get(each, ()) if each is not None else () for each in sampled]
-        first_rows = list(itertools.accumulate([1 + len(draft) for draft in drafts], initial=0))
-        return step._replace(
-            drafts={index: draft for index, draft in enumerate(drafts) if draft}, first_rows=first_rows
-        )
+        drafts, first_rows, row = dict[int, tuple[int, ...]](), list[int](), 0
+        for index, sequence in enumerate(sampled):
+            first_rows.append(row)
+            row += 1
+            if sequence is not None and (draft := self.drafts.get(sequence)):
+                drafts[index] = draft
+                row += len(draft)
+        return step._replace(drafts=drafts, first_rows=[*first_rows, row])
 
     def build_plan(
         self, step: int, columns: BatchColumns, adapter_ops: tuple[AdapterOp, ...], *, runs_draft_heads: bool

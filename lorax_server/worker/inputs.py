@@ -77,7 +77,7 @@ class SlotTables:
         if self._selected is None or self._selected.key != key:
             on_device, prompt_lengths = columns_to_device([slots, self.host_prompt_lengths[slots]], self.blocks.device)
             token_offsets = slots * self.token_ids.shape[1]
-            sequence_sampling = [self._sequence_sampling[slot] for slot in slots]
+            sequence_sampling = [self._sequence_sampling[slot] for slot in slots.tolist()]
             self._selected = SelectedSlots(key, on_device, token_offsets, prompt_lengths, sequence_sampling)
         return self._selected
 

@@ -15,6 +15,8 @@ from lorax_server.engine.speculation.step_costs import StepCosts
 MIN_GAIN = 1.05  # expected speedup below which no tokens are drafted, because estimates are not exact
 MIN_PROBABILITY = 0.05  # drafts end before tokens that are less likely, because planning them takes time
 HEAD_KINDS = KINDS + 8 * len(ORDERS)  # guesses of draft heads: one kind per head
+# Sequences whose last guesses are checked before new guesses. In larger batches, this would take too long.
+MAX_CHECKED_FIRST = 16
 MAX_LEARNED_TOKENS = 256  # completion tokens indexed per step, because indexing takes about 3 us per token
 MAX_FAILURES = 8  # attempts in a row without draft tokens; after more of them, a sequence is tried less often
 MAX_RETRY_STEPS = 16  # maximum number of steps until the next attempt
@@ -145,8 +147,7 @@ class SpeculativeDrafter:
 
     def learn(self) -> None:
         """Check the last guesses, and index finished completions. Call this once per step, after its submission."""
-        unchecked, self._unchecked = self._unchecked, []
-        self._head_trial.record_accepted(sum([guesses.record() for guesses in unchecked]))
+        self._check_guesses()
         num_tokens = 0
         while self._finished and num_tokens < MAX_LEARNED_TOKENS:
             sequence, history = self._finished.popleft()
@@ -198,6 +199,8 @@ class SpeculativeDrafter:
         """
         tokens = list[tuple[float, int]]()
         drafts = [(index, self._start_draft(sequence)) for index, sequence in enumerate(sequences)]
+        if len(sequences) <= MAX_CHECKED_FIRST:
+            self._check_guesses()
         while drafts and len(tokens) < max_tokens:
             num_each, unfinished = max(1, (max_tokens - len(tokens)) // len(drafts)), []
             for draft in drafts:
@@ -208,6 +211,10 @@ class SpeculativeDrafter:
                     unfinished.append(draft)
             drafts = unfinished
         return tokens
+
+    def _check_guesses(self) -> None:
+        unchecked, self._unchecked = self._unchecked, []
+        self._head_trial.record_accepted(sum([guesses.record() for guesses in unchecked]))
 
     def _start_draft(self, sequence: Sequence) -> Iterator[float]:
         """Return an iterator that extends a new draft by one token at a time.
@@ -221,7 +228,7 @@ class SpeculativeDrafter:
         return self._extend(sequence, state.guesses)
 
     def _extend(self, sequence: Sequence, guesses: list[Guess]) -> Iterator[float]:
-        """Append guesses, and yield after each draft token the probability that the draft is correct up to this token."""
+        """Append guesses, and yield after each draft token the probability that the draft so far is correct."""
         num_in_flight, probability = sequence.num_in_flight, 1.0
         max_tokens = min(self._max_tokens, sequence.num_remaining - 1)
         for guess, likely in islice(self._guess_tokens(sequence), num_in_flight + max(max_tokens, 0)):
@@ -272,4 +279,7 @@ class SpeculativeDrafter:
 
     def _find_history(self, sequence: Sequence) -> AdapterHistory:
         request = sequence.request
-        return self._histories.find(request.tenant, (request.adapter_identity, request.salt))
+        scope = request.adapter_identity, request.salt
+        history = self._histories.find(request.tenant, scope)
+        self._histories.keep(request.tenant, scope, history)  # running sequences share it
+        return history

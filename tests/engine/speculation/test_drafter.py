@@ -7,7 +7,12 @@ import pytest
 
 from lorax_server.engine.sequence import Sequence as EngineSequence
 from lorax_server.engine.speculation.completion_index import ENTRY_BYTES, MAX_HISTORIES, CompletionIndex, Histories
-from lorax_server.engine.speculation.drafter import MAX_FAILURES, MAX_RETRY_STEPS, SpeculativeDrafter
+from lorax_server.engine.speculation.drafter import (
+    MAX_FAILURES,
+    MAX_LEARNED_TOKENS,
+    MAX_RETRY_STEPS,
+    SpeculativeDrafter,
+)
 from lorax_server.engine.speculation.guess import Accuracy
 from lorax_server.engine.speculation.prompt_lookup import MAX_PROMPT_TOKENS, PromptLookup
 from lorax_server.engine.speculation.step_costs import (
@@ -137,6 +142,28 @@ def test_histories_are_separate(other: dict[str, str]) -> None:
         one, two = (make_sequence([3, 2], TEXT[:length], **options) for _ in range(2))
         assert propose(taught, one, 1) == propose(fresh, two, 1) == []
     assert propose(taught, make_sequence([3, 2], TEXT[:4], **known), 1)
+
+
+def test_concurrent_sequences_share_statistics() -> None:
+    drafter = make_drafter()
+    sequences = [make_sequence([1, 2], TEXT) for _ in range(2)]
+    drafter.propose(sequences, 2, MAX_ROWS)
+    assert drafter._states[sequences[0]].history is drafter._states[sequences[1]].history
+
+
+def test_finished_completions_are_indexed_in_later_steps() -> None:
+    """Indexing takes long, so each step indexes a limited number of tokens. Short completions are indexed together."""
+    drafter, text = make_drafter(), [*range(1000, 1000 + MAX_LEARNED_TOKENS)]
+    for completion in (TEXT[:4], TEXT, text, [*range(5000, 5030)]):
+        drafter.finish(make_sequence([1, 2], completion))
+    assert drafter.propose([make_sequence([3, 2], TEXT[:4])], 1, MAX_ROWS) == {}
+    completions, num_entries = drafter._histories.find("", ("", "")).completions, list[int]()
+    assert completions.num_entries == 0
+    for _ in range(3):
+        drafter.learn()
+        num_entries.append(completions.num_entries)
+    assert 0 < num_entries[0] < num_entries[1] == num_entries[2]
+    assert propose(drafter, make_sequence([3, 2], TEXT[:4]), 1)
 
 
 def test_most_frequent_token_is_guessed() -> None:

@@ -60,6 +60,8 @@ class NoisyOracle:
 
     def finish(self, sequence: EngineSequence) -> None: ...
 
+    def learn(self) -> None: ...
+
 
 def generate(requests: Sequence[RandomRequest], **settings: Any) -> tuple[list[Completion], EngineStatus]:
     prompts, params, stops, adapters, structures = map(list, zip(*requests, strict=True))
@@ -120,6 +122,11 @@ def test_mixed_requests_with_two_steps_in_flight(monkeypatch: pytest.MonkeyPatch
 def test_mixed_requests_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "uses_cpu_graphs", lambda *_: False)
     check_requests(12, 7, monkeypatch)
+
+
+@pytest.mark.slow
+def test_mixed_requests_with_tensor_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_requests(12, 9, monkeypatch, tensor_parallel=2)
 
 
 @pytest.mark.slow

@@ -14,8 +14,8 @@ MIN_SPEEDUP = 0.97
 H200_MS = ((1, 4.26), (8, 4.4), (16, 4.7), (32, 5.3), (64, 6.8), (128, 8.5), (256, 12.1), (512, 23.6))
 CPU_TIMES = ((1, 1.0), (2, 1.3), (4, 1.9), (8, 3.2), (80, 27.0))  # relative to one token
 SLOW_FIRST = {"num_slow_steps": 3}
-# Step times in ms on an H200 by number of tokens, without drafts and with drafts, measured with forced drafts. Steps with
-# drafts are not overlapped with the next step, and kernels with more than 64 rows are different.
+# Step times in ms on an H200: without drafts, and by number of tokens with drafts. Steps with drafts do not overlap
+# with the next step, and more than 64 tokens use other kernels.
 MEASURED_MS = {
     1: (4.19, ((2, 5.17), (8, 5.17), (9, 5.37))),
     16: (4.9, ((32, 6.3), (64, 7.9), (80, 9.5), (128, 10.9), (144, 11.0))),
