@@ -6,6 +6,9 @@ from collections.abc import Iterator
 # Assumed fixed costs of a step, such as reading the weights, in tokens: on CPUs, and on GPUs.
 PRIOR_RATIO, GPU_PRIOR_RATIO = 8.0, 128.0
 PRIOR_OVERHEAD = 0.1  # assumed fixed costs of drafts, as a share of a step
+# Assumed time per token above the largest measured size, relative to the measured time per token. It is less than 1, so
+# that long drafts are tried even if short drafts do not save time.
+UNMEASURED_TOKEN_SHARE = 0.6
 MAX_GROWTH = 4  # ratio between the draft tokens in a step and in the largest measured step
 WARMUP_STEPS = 3  # ignored steps of each size, because they may record a graph or load kernels
 MIN_STEPS = 2  # after warm-up, before a size counts as measured
@@ -13,7 +16,7 @@ RECENT_STEPS = 7  # of each size, whose median is used
 REFRESH_STEPS = 8  # steps until estimates are computed again, or fewer if a size was measured for the first time
 # Steps until unused measurements with drafts expire, so that drafts are tried again. The first limit applies to sizes
 # that were measured once. It doubles with each measurement, because the first measurements may have been slow.
-MIN_AGE, MAX_AGE = 100, 1500
+MIN_AGE, MAX_AGE = 200, 1500
 MIN_PLAIN_INTERVAL = 4  # steps with drafts between two steps without drafts
 # Share of the speed that may be lost by measuring a step without drafts. If two steps are in flight, three steps
 # without drafts run instead of one, and the loss is up to three times as large.
@@ -51,7 +54,7 @@ class _StepTimes:
             self._num_warmups += 1
             return
         self._num_measured += 1
-        self.expires_at = step + min(MAX_AGE, MIN_AGE << min(self._num_measured, 10))
+        self.expires_at = step + min(MAX_AGE, MIN_AGE << min(self._num_measured - 1, 10))
         self._recent.append(seconds)
         self.median = sorted(self._recent)[(len(self._recent) - 1) // 2] if len(self._recent) >= MIN_STEPS else None
 
@@ -122,8 +125,8 @@ class StepCosts:
         points = self._find_points(num_sequences, plain_s)
         (first, first_s), (last, last_s) = points[0], points[-1]
         token_s = plain_s / (self._prior_ratio + num_sequences)
-        if last > first:  # large steps may take less time per token
-            token_s = max(token_s, (last_s - first_s) / (last - first) / 2)
+        if last > first:
+            token_s = max(token_s, UNMEASURED_TOKEN_SHARE * (last_s - first_s) / (last - first))
         max_drafted = max(num_sequences, MAX_GROWTH * (last - first))
         index = 0
         for size in step_sizes(num_sequences, min(max_tokens, num_sequences + max_drafted)):
