@@ -73,6 +73,8 @@ class AdapterLookup:
             try:
                 authorized_ref, adapter = await self._resolve_one(ref)
             except AdapterNotFoundError as error:
+                if is_listed and ref.source == LOCAL_SOURCE:
+                    self._service.versions.check_has_version(allowed.name)
                 is_folder = ref.source == LOCAL_SOURCE and self._path.startswith(OPENAI_PREFIX)
                 # OpenAI routes do not reveal folder paths.
                 unknown = make_unknown_model_error(allowed.name) if is_folder else error

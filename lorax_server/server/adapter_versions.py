@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from lorax_server.adapters.sources.local import LocalSource
 from lorax_server.adapters.sources.source import MAX_NAME_LENGTH
-from lorax_server.errors import ConfigError, ConflictError, InputError, SourceError
+from lorax_server.errors import AdapterNotFoundError, ConfigError, ConflictError, InputError, SourceError
 from lorax_server.server.access.model_names import AdapterKey, ModelNames
 
 MAX_VERSIONS = 8  # per name; the oldest versions without requests are removed
@@ -99,9 +99,19 @@ class AdapterVersions:
         version = AdapterVersion(key)
         return version in self.retired or any(version in adapter.versions.values() for _, adapter in self)
 
+    def check_has_version(self, name: str) -> None:
+        """Raise if this is a name such as `poet@v9`, and `poet` has no such version."""
+        base, at, version = name.partition("@")
+        adapter = self._adapters.get(base) if at else None
+        if adapter is not None and split_version(name)[1] not in adapter.versions:
+            raise AdapterNotFoundError(_describe_unknown_version(base, version, adapter))
+
     def check_name(self, name: str) -> None:
         """Raise if a name cannot have uploaded versions."""
         self._names.check_alias(name)
+        canonical = self._names.normalize(self._names.default_source, name).name
+        if canonical != name:
+            raise InputError(f"adapter {name[:64]!r}: use the name {canonical[:64]!r}")
         if "@" in name:
             raise InputError(f"adapter {name[:64]!r}: a name with uploaded versions must not contain @")
         if len(name) > MAX_NAME_CHARACTERS:
@@ -138,8 +148,7 @@ class AdapterVersions:
         adapter = self._adapters[name]
         unknown = sorted(weights.keys() - adapter.versions.keys())
         if unknown:
-            known = ", ".join(f"v{number}" for number in adapter.versions)
-            raise InputError(f"adapter {name[:64]!r} has no version v{unknown[0]}; its versions are {known}")
+            raise InputError(_describe_unknown_version(name, f"v{unknown[0]}", adapter))
         total = sum(weights.values())
         return replace(adapter, weights={number: weight / total for number, weight in weights.items() if weight})
 
@@ -244,6 +253,11 @@ def split_version(name: str) -> tuple[str, int]:
     """Return the name and the number of a version such as `poet@v2`. Other names have the number 0."""
     base, at, number = name.rpartition("@v")
     return (base, int(number)) if at and NUMBER_PATTERN.fullmatch(number) else (name, 0)
+
+
+def _describe_unknown_version(name: str, version: str, adapter: VersionedAdapter) -> str:
+    known = ", ".join(f"v{number}" for number in adapter.versions)
+    return f"adapter {name[:64]!r} has no version {version[:16]!r}; its versions are {known}"
 
 
 def _list_aliases(name: str, adapter: VersionedAdapter) -> dict[str, AdapterKey]:

@@ -140,7 +140,12 @@ def test_unusual_version_number_is_not_found(routes: UploadRoutes, number: str) 
     routes.put(b"two")
     folder = routes.service.model_names.adapters["poet"].name
     routes.resolutions[f"{folder}@v{number}"] = AdapterNotFoundError("missing")
-    assert routes.send("POST", "/generate", generate(adapter_id=f"poet@v{number}")).status == 424
+    requests = {"/generate": generate(adapter_id=f"poet@v{number}"), "/v1/completions": complete(f"poet@v{number}")}
+    for path, body in requests.items():
+        reply = routes.send("POST", path, body)
+        assert reply.status == (424 if path == "/generate" else 404)
+        assert f"adapter 'poet' has no version {f'v{number}'[:16]!r}; its versions are v1, v2" in reply.message
+        assert folder not in reply.message
 
 
 def test_rollback_and_weighted_split(routes: UploadRoutes) -> None:
@@ -279,6 +284,14 @@ def test_failed_move_changes_no_version(routes: UploadRoutes, monkeypatch: pytes
 @pytest.mark.parametrize("name", ["base", "poet@v2", "a" * 511, "a" * 600])
 def test_invalid_name_is_rejected(routes: UploadRoutes, name: str) -> None:
     assert routes.put(b"two", name, "?config={}").status == 400
+    assert_unchanged(routes)
+
+
+@pytest.mark.parametrize("name", ["./poet", "poet/"])
+def test_other_spelling_of_a_local_name_is_rejected(name: str, routes: UploadRoutes) -> None:
+    reply = routes.put(b"two", name)
+    assert reply.status == 400
+    assert "use the name 'poet'" in reply.message
     assert_unchanged(routes)
 
 
