@@ -70,6 +70,7 @@ class AdapterVersions:
         self.folder = folder  # None if uploads are disabled
         self.lock = asyncio.Lock()  # held while a change is stored and applied
         self.num_uploads = 0  # uploads in progress
+        self.in_use: list[AdapterKey] = []  # adapters whose files uploads in progress read
         self.retired: list[AdapterVersion] = []  # removed, but their folders may be in use
         self._names = names
         self._adapters: dict[str, VersionedAdapter] = {}

@@ -196,10 +196,10 @@ class Service:
             await self.delete_retired()
 
     async def delete_retired(self) -> None:
-        """Unload removed versions and delete their files, except for versions with unfinished requests."""
+        """Unload removed versions and delete their files, except for versions with unfinished requests or uploads."""
         index, versions = self.adapter_index, self.versions
         for version in list(versions.retired):
-            if any(version.key in request.adapter_keys for request in self.running):
+            if version.key in versions.in_use or any(version.key in each.adapter_keys for each in self.running):
                 continue
             identity = index.latest_identity(version.key)
             states = await self.engine.list_adapters([identity]) if identity else []

@@ -170,6 +170,7 @@ class _Upload:
         self._service = service
         self._key = key
         self._name = name
+        self._present: AdapterKey | None = None  # the adapter whose config and tokenizer the upload copies
         self._identity = ""  # of the uploaded weights, after they are resolved
         self._label = f"adapter {name[:64]!r}"
 
@@ -200,6 +201,8 @@ class _Upload:
             raise SourceError(f"{self._label}: the upload cannot be stored: {error.strerror}") from error
         finally:
             versions.num_uploads -= 1
+            if self._present is not None:
+                versions.in_use.remove(self._present)
             if folder is not None:
                 await asyncio.to_thread(versions.delete_folder, folder.name)
                 await self._unload()
@@ -236,6 +239,8 @@ class _Upload:
             return None, None
         (key,) = selection.adapter_keys
         self._is_update = service.versions.is_uploaded(key)
+        self._present = key
+        service.versions.in_use.append(key)  # other uploads must not delete its files before they are copied
         try:
             present = await service.engine.resolve(selection.refs)
         except AdapterNotFoundError:

@@ -459,6 +459,22 @@ def test_concurrent_uploads_of_one_name_get_different_versions(routes: UploadRou
     assert routes.used() == routes.used("poet@v3")
 
 
+def test_config_of_a_version_that_is_removed_during_an_upload(
+    routes: UploadRoutes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    routes.put(b"two")
+    resolve = routes.service.engine.resolve
+
+    async def remove_and_resolve(*arguments: Any) -> ResolvedAdapter:
+        await remove_versions(routes.service, "poet")
+        return await resolve(*arguments)
+
+    monkeypatch.setattr(routes.service.engine, "resolve", remove_and_resolve)
+    reply = routes.put(b"three")
+    assert reply.status == 200, reply.message
+    assert len(routes.stored_folders()) == 1
+
+
 def test_unload_during_an_upload(routes: UploadRoutes, monkeypatch: pytest.MonkeyPatch) -> None:
     routes.put(b"two")
     receive = _Upload._receive
