@@ -77,6 +77,8 @@ KEY_PATTERNS = tuple(
     for role, pattern in ROLE_PATTERNS
 )
 
+# A parameter for all experts of a layer, which PEFT stores if `modules_to_save` names the experts.
+EXPERTS_KEY = regex.compile(r".+\.experts(?:\.modules_to_save\.[^.]+)?\.(?:gate_up|down)_proj(?:_bias)?")
 PROJECTION_KEY = regex.compile(r"base_model\.vera_([AB])(?:\.[^.]+)?")
 
 
@@ -215,6 +217,11 @@ def _parse_key(key: str, name: str) -> tuple[TensorRole | None, str]:
         match = pattern.fullmatch(key)
         if match is not None:
             return role, match["module"]
+    if EXPERTS_KEY.fullmatch(key):
+        raise AdapterError(
+            f"adapter {name!r}: tensor {key!r} replaces the weights of experts (`modules_to_save`), which is not "
+            "supported; train the experts with LoRA (`target_parameters`)"
+        )
     raise AdapterError(f"adapter {name!r}: tensor {key!r} is unknown and may change the result")
 
 

@@ -380,6 +380,12 @@ def test_unknown_keys_are_rejected(key: str) -> None:
     )
 
 
+@pytest.mark.parametrize("parameter", ["gate_up_proj", "down_proj", "down_proj_bias"])
+def test_replaced_experts_are_rejected(parameter: str) -> None:
+    with pytest.raises(AdapterError, match="replaces the weights of experts"):
+        assign_tensors([f"{PEFT}model.layers.0.mlp.experts.{parameter}"], LLAMA, NAME)
+
+
 @pytest.mark.parametrize(
     ("first", "second"),
     [
