@@ -195,8 +195,7 @@ class HopperOps(TritonOps):
         lora: LoraBatch | None,
         targets: Sequence[LoraTarget],
     ) -> torch.Tensor:
-        has_grouped_mm = x.dtype == torch.bfloat16  # in other dtypes, it synchronizes with the device
-        return run_experts(x, routing, experts, lora, targets, has_grouped_mm=has_grouped_mm)
+        return run_experts(x, routing, experts, lora, targets, can_use_wide_tiles=x.itemsize == 2)
 
     def rms_norm(
         self,

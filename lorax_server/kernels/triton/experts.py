@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -46,10 +45,9 @@ from lorax_server.kernels.triton.lora_math import (
 from lorax_server.kernels.triton.quantized import TritonMatrix, find_inputs, load_weights, make_matrix
 
 DECODE_TOKENS, SHORT_PROMPT_TOKENS = 256, 2048  # limits for smaller tiles
-GROUPED_TOKENS = 1024  # for more tokens, `torch.nn.functional.grouped_mm` is faster than `_product`
-GROUPED_ALIGNMENT = 8  # `grouped_mm` requires rows of a multiple of 16 bytes
+WIDE_TOKENS = 1024  # for more tokens, wide tiles are faster
 SHRINK_BYTES = 256  # bytes of an input row that one iteration reads
-DECODE_PART_INPUTS = 1024  # inputs per program of `_shrink_groups`
+DECODE_PART_INPUTS = 2048  # inputs per program of `_shrink_groups`
 DECODE_BLOCK_N = 256  # columns per program of `_expand_groups`
 COMBINE_BLOCK = 1024
 PART_BYTES = 128  # bytes of an input row for which quantized weights are dequantized at a time
@@ -71,6 +69,8 @@ class Tiles(NamedTuple):
 DECODE_TILES = Tiles(16, 64, 256, 4, 4, 2048)
 SHORT_TILES = Tiles(64, 128, 128, 8, 3, 2048)
 LONG_TILES = Tiles(128, 128, 128, 8, 3, 8192)
+WIDE_TILES = Tiles(128, 256, 128, 8, 4, 8192)  # require 196 KB of shared memory
+EXPAND_BLOCK_N = 128  # columns per program of `_expand`, for prompts
 
 
 class Pairs(NamedTuple):
@@ -152,19 +152,19 @@ def run_experts(
     lora: LoraBatch | None,
     targets: Sequence[LoraTarget],
     *,
-    has_grouped_mm: bool = False,
+    can_use_wide_tiles: bool = False,
 ) -> torch.Tensor:
-    """Implement `Ops.run_experts`. `has_grouped_mm` says that torch has a grouped product for this device and dtype."""
+    """Implement `Ops.run_experts`. With `can_use_wide_tiles`, the device has enough shared memory for `WIDE_TILES`."""
     assert experts.stacked is not None
     gate_up, down = experts.stacked
     if not len(x):
         return torch.empty_like(x)
-    pairs = sort_pairs(routing.experts, len(experts.gate_up))
-    multiply_all = _multiply_grouped if has_grouped_mm and can_group(pairs, experts.stacked) else _multiply
-    inner = multiply_all(x, gate_up, pairs, gathers=True)
+    is_plain = all(isinstance(stack.weight, torch.Tensor) for stack in experts.stacked)
+    pairs = sort_pairs(routing.experts, len(experts.gate_up), can_use_wide_tiles=can_use_wide_tiles and is_plain)
+    inner = _multiply(x, gate_up, pairs, gathers=True)
     _add_lora(inner, x, pairs, lora, targets[:2], gathers=True)
     inner = apply_gate(inner, experts.activation)
-    outputs = multiply_all(inner, down, pairs, gathers=False)
+    outputs = _multiply(inner, down, pairs, gathers=False)
     _add_lora(outputs, inner, pairs, lora, targets[2:], gathers=False)
     out = torch.empty_like(x)
     size = x.shape[1]
@@ -175,10 +175,10 @@ def run_experts(
     return out
 
 
-def sort_pairs(chosen: torch.Tensor, num_experts: int) -> Pairs:
+def sort_pairs(chosen: torch.Tensor, num_experts: int, *, can_use_wide_tiles: bool = False) -> Pairs:
     """Sort the pairs in `chosen`, `[tokens, top_k]`, by expert. Pairs with the same expert keep their order."""
     tokens, top_k = chosen.shape
-    tiles = DECODE_TILES if tokens <= DECODE_TOKENS else SHORT_TILES if tokens <= SHORT_PROMPT_TOKENS else LONG_TILES
+    tiles = choose_tiles(tokens, can_use_wide_tiles=can_use_wide_tiles)
     chosen, order = chosen.flatten(), chosen.new_empty(tokens * top_k, dtype=torch.int32)
     positions, starts = torch.empty_like(order), order.new_empty(num_experts + 1)
     _sort_pairs[(num_experts + 1,)](
@@ -188,27 +188,19 @@ def sort_pairs(chosen: torch.Tensor, num_experts: int) -> Pairs:
     return Pairs(chosen, order, positions, starts, top_k, tiles)
 
 
-def can_group(pairs: Pairs, matrices: Sequence[StackedMatrices]) -> bool:
-    """Return True if `grouped_mm` supports the matrices and is faster than `_product` for this batch."""
-    return pairs.num_tokens > GROUPED_TOKENS and all(
-        isinstance(stack.weight, torch.Tensor)
-        and stack.bias is None
-        and all(size % GROUPED_ALIGNMENT == 0 for size in stack.weight.shape[1:])
-        for stack in matrices
-    )
-
-
-# Both functions return the product of each sorted pair's input with its expert's matrix, `[pairs, outputs]`, without
-# LoRA. With `gathers`, the rows of `x` are tokens. Otherwise they are sorted pairs.
-
-
-def _multiply_grouped(x: torch.Tensor, matrices: StackedMatrices, pairs: Pairs, *, gathers: bool) -> torch.Tensor:
-    assert isinstance(matrices.weight, torch.Tensor)
-    rows = x.index_select(0, pairs.order // pairs.top_k) if gathers else x
-    return F.grouped_mm(rows, matrices.weight.transpose(1, 2), offs=pairs.starts[1:])
+def choose_tiles(num_tokens: int, *, can_use_wide_tiles: bool) -> Tiles:
+    if num_tokens <= DECODE_TOKENS:
+        return DECODE_TILES
+    if can_use_wide_tiles and num_tokens > WIDE_TOKENS:
+        return WIDE_TILES
+    return SHORT_TILES if num_tokens <= SHORT_PROMPT_TOKENS else LONG_TILES
 
 
 def _multiply(x: torch.Tensor, matrices: StackedMatrices, pairs: Pairs, *, gathers: bool) -> torch.Tensor:
+    """Return the product of each sorted pair's input with its expert's matrix, `[pairs, outputs]`, without LoRA.
+
+    With `gathers`, the rows of `x` are tokens. Otherwise they are sorted pairs.
+    """
     (outputs, inputs), tiles = matrices.weight.shape[-2:], pairs.tiles
     arguments: tuple[torch.Tensor, ...]
     if isinstance(matrices.weight, TritonMatrix):
@@ -275,10 +267,9 @@ def _add_lora(
         v, x, *adapters, pairs.order, pairs.starts, *sizes, INPUTS=inputs, SLICES=slices,
         BLOCK_K=elements_in(x, SHRINK_BYTES), GATHERS=gathers, **_tile_constants(pairs), num_warps=4, num_stages=3,
     )  # fmt: skip
-    block_n = pairs.tiles.block_n
-    _expand[(triton.cdiv(width, block_n), pairs.max_tiles, slices)](
-        out, v, *adapters, pairs.order, pairs.starts, *sizes, lora.scales, WIDTH=width, SLICES=slices, BLOCK_N=block_n,
-        **_tile_constants(pairs), num_warps=4, num_stages=2,
+    _expand[(triton.cdiv(width, EXPAND_BLOCK_N), pairs.max_tiles, slices)](
+        out, v, *adapters, pairs.order, pairs.starts, *sizes, lora.scales, WIDTH=width, SLICES=slices,
+        BLOCK_N=EXPAND_BLOCK_N, **_tile_constants(pairs), num_warps=4, num_stages=2,
     )  # fmt: skip
 
 

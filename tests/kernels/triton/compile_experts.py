@@ -20,7 +20,8 @@ def compile_experts(capability: int, dtype: str) -> int:
     shared = {"EXPERTS": NUM_EXPERTS, "TOP_K": TOP_K, "INTERPRETED": False}
     for inputs, outputs, slices in LAYERS:
         block_k, width = experts.SHRINK_BYTES // size, outputs // slices
-        for tiles in (experts.DECODE_TILES, experts.SHORT_TILES, experts.LONG_TILES):
+        all_tiles = [experts.DECODE_TILES, experts.SHORT_TILES, experts.LONG_TILES]
+        for tiles in all_tiles + [experts.WIDE_TILES] * (size == 2 and capability == 90):
             sizes = shared | {"BLOCK_E": NUM_EXPERTS, "HEIGHT": tiles.height}
             product = {"HAS_BIAS": True, "OUTPUTS": outputs, "BLOCK_N": tiles.block_n, "GATHERS": slices == 2}
             product |= experts.PLAIN | {"INPUTS": inputs, "BLOCK_K": tiles.input_bytes // size}
@@ -33,7 +34,7 @@ def compile_experts(capability: int, dtype: str) -> int:
                 compile_kernel(experts._shrink_groups, capability, lora_types, sizes | shrink, 2, 4)
                 compile_kernel(experts._expand_groups, capability, lora_types, sizes | expand, 4, 2)
             else:
-                expand["BLOCK_N"] = tiles.block_n
+                expand["BLOCK_N"] = experts.EXPAND_BLOCK_N
                 compile_kernel(experts._shrink, capability, lora_types, sizes | shrink, 4, 3)
                 compile_kernel(experts._expand, capability, lora_types, sizes | expand, 4, 2)
             count += 3

@@ -91,14 +91,14 @@ def test_adapters_with_different_ranks_share_a_tile(name: str, in_graph: bool, d
 
 
 def run(
-    mixture: Mixture, lora: LoraBatch, dtype: torch.dtype, device: torch.device, *, has_grouped_mm: bool = False
+    mixture: Mixture, lora: LoraBatch, dtype: torch.dtype, device: torch.device, *, can_use_wide_tiles: bool = False
 ) -> torch.Tensor:
     """Return the outputs for a batch on the CPU."""
     tokens = len(lora.adapter_indices)
     routing = Routing(*(part.to(device) for part in mixture.route(tokens)))
     made, batch = make(mixture, device, dtype), place(lora, device)
     x = mixture.inputs(tokens, dtype).to(device)
-    return kernels.run_experts(x, routing, made, batch, mixture.targets, has_grouped_mm=has_grouped_mm).cpu()
+    return kernels.run_experts(x, routing, made, batch, mixture.targets, can_use_wide_tiles=can_use_wide_tiles).cpu()
 
 
 MANY, FEW = Mixture(hidden=40, inner=16, num_experts=9, top_k=8), Mixture(hidden=40, inner=24, num_experts=2, top_k=1)
@@ -151,32 +151,23 @@ def test_empty_batch_has_empty_output(device: torch.device) -> None:
     assert run(mixture, mixture.lora([], RANKS), torch.float32, device).shape == (0, mixture.hidden)
 
 
-def test_grouped_products_match_tiles(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, grouped_mm = [], F.grouped_mm
-
-    def multiply(*args: Any, **kwargs: Any) -> torch.Tensor:
-        calls.append(args[0].shape)
-        return grouped_mm(*args, **kwargs)
-
-    monkeypatch.setattr(F, "grouped_mm", multiply)
-    monkeypatch.setattr(kernels, "GROUPED_TOKENS", 10)
+def test_wide_tiles_match_other_tiles(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "DECODE_TOKENS", 4)
+    monkeypatch.setattr(kernels, "WIDE_TOKENS", 10)
     dtype, tolerance = (torch.float32, 1e-5) if device.type == "cpu" else (torch.bfloat16, 0.05)
     mixture = MIXTURES["small"]
     for tokens in (10, 11):
         lora = mixture.lora([(1, 5), (0, 3), (2, tokens - 8)], RANKS, dtype)
-        outputs = [run(mixture, lora, dtype, device, has_grouped_mm=flag) for flag in (False, True)]
+        outputs = [run(mixture, lora, dtype, device, can_use_wide_tiles=flag) for flag in (False, True)]
         torch.testing.assert_close(*outputs, rtol=tolerance, atol=tolerance)
-    assert [list(shape) for shape in calls] == [[33, mixture.hidden], [33, mixture.inner]]
 
 
-def test_experts_with_biases_use_tiles(device: torch.device) -> None:
-    stacked: Any = make(MIXTURES["small"], device).stacked
-    pairs = kernels.sort_pairs(torch.zeros(kernels.GROUPED_TOKENS + 1, 1, dtype=torch.long, device=device), 6)
-    assert kernels.can_group(pairs, stacked)
-    assert not kernels.can_group(pairs, [stacked[0], stacked[1]._replace(bias=torch.zeros(6, 32))])
-    odd = make(Mixture(hidden=32, inner=7, num_experts=6, top_k=1), device).stacked
-    assert odd is not None
-    assert not kernels.can_group(pairs, odd)
+def test_tiles_depend_on_number_of_tokens() -> None:
+    sizes = {256: kernels.DECODE_TILES, 1024: kernels.SHORT_TILES, 2048: kernels.SHORT_TILES, 2049: kernels.LONG_TILES}
+    for tokens, tiles in sizes.items():
+        assert kernels.choose_tiles(tokens, can_use_wide_tiles=False) is tiles
+        wide = kernels.choose_tiles(tokens, can_use_wide_tiles=True)
+        assert wide is (kernels.WIDE_TILES if tokens > kernels.WIDE_TOKENS else tiles)
 
 
 @pytest.mark.parametrize("quantize", FORMATS)
