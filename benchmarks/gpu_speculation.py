@@ -24,7 +24,7 @@ from harness.report import Record, report
 from lorax_server.engine.sequence import Sequence as EngineSequence
 from lorax_server.engine.speculation.drafter import SpeculativeDrafter
 from lorax_server.engine.speculation.guess import Guess
-from lorax_server.engine.speculation.step_costs import GPU_PRIOR_RATIO, StepCosts
+from lorax_server.engine.speculation.step_costs import GPU_PRIOR, StepCosts
 from lorax_server.process_tuning import tune_gc
 from lorax_server.types import Output
 
@@ -66,7 +66,7 @@ class ReplayDrafter(SpeculativeDrafter):
     """Guesses the tokens of known completions. A fixed fraction of the positions is wrong, independently."""
 
     def __init__(self, completions: Completions, acceptance: float, max_tokens: int, vocab_size: int) -> None:
-        super().__init__(max_tokens, costs=StepCosts(GPU_PRIOR_RATIO))
+        super().__init__(max_tokens, costs=StepCosts(GPU_PRIOR))
         self._completions, self._acceptance, self._vocab_size = completions, acceptance, vocab_size
         self.draw_errors(0)
 

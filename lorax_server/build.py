@@ -20,7 +20,7 @@ from lorax_server.engine.block_pool import BlockPool
 from lorax_server.engine.engine import Engine, Executor
 from lorax_server.engine.scheduler import Scheduler
 from lorax_server.engine.speculation.drafter import SpeculativeDrafter
-from lorax_server.engine.speculation.step_costs import GPU_PRIOR_RATIO, PRIOR_RATIO, StepCosts
+from lorax_server.engine.speculation.step_costs import CPU_PRIOR, GPU_PRIOR, StepCosts
 from lorax_server.errors import EngineError, SourceError
 from lorax_server.phases import Phases
 from lorax_server.plan import Capabilities
@@ -106,7 +106,7 @@ def build_drafter(config: EngineConfig, capabilities: Capabilities) -> Speculati
     max_tokens = config.speculative_tokens or capabilities.num_draft_heads
     if not max_tokens:
         return None
-    costs = StepCosts(PRIOR_RATIO if config.model.device == "cpu" else GPU_PRIOR_RATIO)
+    costs = StepCosts(CPU_PRIOR if config.model.device == "cpu" else GPU_PRIOR)
     return SpeculativeDrafter(max_tokens, config.speculation_max_batch_size, costs=costs)
 
 

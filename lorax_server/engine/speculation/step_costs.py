@@ -2,13 +2,9 @@
 
 from collections import deque
 from collections.abc import Iterator
+from typing import NamedTuple
 
-# Assumed fixed costs of a step, such as reading the weights, in tokens: on CPUs, and on GPUs.
-PRIOR_RATIO, GPU_PRIOR_RATIO = 8.0, 128.0
 PRIOR_OVERHEAD = 0.1  # assumed fixed costs of drafts, as a share of a step
-# Assumed time per token above the largest measured size, relative to the measured time per token. It is less than 1, so
-# that long drafts are tried even if short drafts do not save time.
-UNMEASURED_TOKEN_SHARE = 0.6
 MAX_GROWTH = 4  # ratio between the draft tokens in a step and in the largest measured step
 WARMUP_STEPS = 3  # ignored steps of each size, because they may record a graph or load kernels
 MIN_STEPS = 2  # after warm-up, before a size counts as measured
@@ -21,6 +17,18 @@ MIN_PLAIN_INTERVAL = 4  # steps with drafts between two steps without drafts
 # Share of the speed that may be lost by measuring a step without drafts. If two steps are in flight, three steps
 # without drafts run instead of one, and the loss is up to three times as large.
 MAX_MEASURING_LOSS = 0.005
+
+
+class DevicePrior(NamedTuple):
+    """Assumptions about step times that were not measured."""
+
+    fixed_tokens: float  # fixed costs of a step, such as reading the weights, in tokens
+    # Time per token above the largest measured size, relative to the measured time per token. If it is below 1, long
+    # drafts are tried even if short drafts do not save time, because large steps may use faster kernels.
+    token_share: float
+
+
+CPU_PRIOR, GPU_PRIOR = DevicePrior(8.0, 1.0), DevicePrior(128.0, 0.6)
 
 
 def round_size(num_tokens: int) -> int:
@@ -66,9 +74,8 @@ class StepCosts:
     as long are lowered. Thus a wrong estimate makes the drafter try drafts, and the next measurements correct it.
     """
 
-    def __init__(self, prior_ratio: float = PRIOR_RATIO) -> None:
-        """`prior_ratio` is the assumed fixed cost of a step in tokens, which is used for larger steps than measured."""
-        self._prior_ratio = prior_ratio
+    def __init__(self, prior: DevicePrior = CPU_PRIOR) -> None:
+        self._prior = prior
         self._plain: dict[int, _StepTimes] = {}  # steps without drafts, by size
         self._drafted: dict[int, _StepTimes] = {}  # steps with drafts, by size
         self._num_steps = 0
@@ -100,7 +107,7 @@ class StepCosts:
 
     def estimate_plain(self, num_sequences: int) -> float:
         """Estimate the step time without drafts, in seconds."""
-        size, ratio = round_size(num_sequences), self._prior_ratio
+        size, ratio = round_size(num_sequences), self._prior.fixed_tokens
         points = [(each, times.median) for each, times in self._plain.items() if times.median is not None]
         below = max((point for point in points if point[0] <= size), default=None)
         above = min((point for point in points if point[0] >= size), default=None)
@@ -124,9 +131,9 @@ class StepCosts:
     def _estimate_drafts(self, num_sequences: int, max_tokens: int, plain_s: float) -> Iterator[tuple[int, float]]:
         points = self._find_points(num_sequences, plain_s)
         (first, first_s), (last, last_s) = points[0], points[-1]
-        token_s = plain_s / (self._prior_ratio + num_sequences)
+        token_s = plain_s / (self._prior.fixed_tokens + num_sequences)
         if last > first:
-            token_s = max(token_s, UNMEASURED_TOKEN_SHARE * (last_s - first_s) / (last - first))
+            token_s = max(token_s, self._prior.token_share * (last_s - first_s) / (last - first))
         max_drafted = max(num_sequences, MAX_GROWTH * (last - first))
         index = 0
         for size in step_sizes(num_sequences, min(max_tokens, num_sequences + max_drafted)):

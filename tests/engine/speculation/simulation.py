@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from lorax_server.engine.sequence import Sequence
 from lorax_server.engine.speculation.drafter import SpeculativeDrafter
 from lorax_server.engine.speculation.guess import Guess
-from lorax_server.engine.speculation.step_costs import StepCosts
+from lorax_server.engine.speculation.step_costs import DevicePrior, StepCosts
 from lorax_server.types import Request, SamplingParams, StopParams
 
 TOKEN, WRONG_TOKEN = 1, 2  # all completions repeat `TOKEN`
@@ -28,8 +28,8 @@ class Machine:
 class _ReplayDrafter(SpeculativeDrafter):
     """Each guess is wrong with a fixed probability. Only the accuracy of earlier guesses is known."""
 
-    def __init__(self, acceptance: float, max_tokens: int, prior_ratio: float) -> None:
-        super().__init__(max_tokens, costs=StepCosts(prior_ratio))
+    def __init__(self, acceptance: float, max_tokens: int, prior: DevicePrior) -> None:
+        super().__init__(max_tokens, costs=StepCosts(prior))
         self._acceptance = acceptance
         self._random = random.Random(0)
 
@@ -44,14 +44,14 @@ def simulate(
     machine: Machine,
     num_sequences: int,
     acceptance: float,
-    prior_ratio: float,
+    prior: DevicePrior,
     *,
     num_steps: int = 1500,
     max_rows: int = 256,
     max_tokens: int = 8,
 ) -> float:
     """Return the speedup over steps without drafts on the same machine."""
-    drafter = _ReplayDrafter(acceptance, max_tokens, prior_ratio)
+    drafter = _ReplayDrafter(acceptance, max_tokens, prior)
     stop = StopParams(max_new_tokens=10**6)
     sequences = [Sequence(Request(index, [TOKEN], SamplingParams(), stop), 0) for index in range(num_sequences)]
     for sequence in sequences:

@@ -16,10 +16,11 @@ from lorax_server.engine.speculation.drafter import (
 from lorax_server.engine.speculation.guess import Accuracy
 from lorax_server.engine.speculation.prompt_lookup import MAX_PROMPT_TOKENS, PromptLookup
 from lorax_server.engine.speculation.step_costs import (
-    GPU_PRIOR_RATIO,
+    CPU_PRIOR,
+    GPU_PRIOR,
     MAX_AGE,
-    PRIOR_RATIO,
     REFRESH_STEPS,
+    DevicePrior,
     StepCosts,
     round_size,
     step_sizes,
@@ -310,7 +311,7 @@ def test_step_sizes() -> None:
 
 
 def test_assumed_step_costs() -> None:
-    costs = StepCosts(prior_ratio=8.0)
+    costs = StepCosts(CPU_PRIOR)
     measure_costs(costs, 2, 0, 10.0)
     plain_s, sizes = costs.estimate(2, 3)
     assert plain_s == 10.0
@@ -333,13 +334,13 @@ def test_step_costs_are_interpolated() -> None:
     measure_costs(costs, 8, 0, 0.017)
     measure_costs(costs, 4, 4, 0.020)
     measure_costs(costs, 4, 12, 0.036)
-    plain_s, sizes = costs.estimate(4, 20)
+    plain_s, sizes = costs.estimate(4, 24)
     estimates = dict(sizes)
     assert plain_s == pytest.approx(0.013)
     assert estimates[8] == pytest.approx(0.020)
     assert estimates[12] == pytest.approx(0.028, rel=0.1)
     assert estimates[16] == pytest.approx(0.036)
-    assert estimates[20] == pytest.approx(0.044, rel=0.1)
+    assert estimates[24] == pytest.approx(0.052, rel=0.1)
 
 
 def test_slow_steps_do_not_change_step_costs() -> None:
@@ -446,10 +447,10 @@ def test_no_sequence_waits_while_the_batch_is_too_large() -> None:
     assert any(waits(drafter, sequence, 1) for _ in range(MAX_RETRY_STEPS))
 
 
-@pytest.mark.parametrize(("prior_ratio", "drafts"), [(PRIOR_RATIO, False), (GPU_PRIOR_RATIO, True)])
-def test_assumed_step_costs_depend_on_the_device(prior_ratio: float, drafts: bool) -> None:
+@pytest.mark.parametrize(("prior", "drafts"), [(CPU_PRIOR, False), (GPU_PRIOR, True)])
+def test_assumed_step_costs_depend_on_the_device(prior: DevicePrior, drafts: bool) -> None:
     """On a GPU, drafts are tried in large batches, although no step with drafts was measured."""
-    drafter = SpeculativeDrafter(8, costs=StepCosts(prior_ratio))
+    drafter = SpeculativeDrafter(8, costs=StepCosts(prior))
     for _ in range(10):
         drafter.record_step(64, 0, 0.005)
     sequences = [make_sequence([1, *TEXT, 2], [3, *TEXT[:6]]) for _ in range(64)]

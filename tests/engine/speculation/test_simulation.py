@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lorax_server.engine.speculation.step_costs import GPU_PRIOR_RATIO, PRIOR_RATIO
+from lorax_server.engine.speculation.step_costs import CPU_PRIOR, GPU_PRIOR
 from tests.engine.speculation.simulation import Machine, simulate
 
 MIN_SPEEDUP = 0.97
@@ -73,23 +73,23 @@ def without_fixed_costs(**options: Any) -> Machine:
 @pytest.mark.parametrize("options", [{}, NOISE], ids=["steady", "noise"])
 @pytest.mark.parametrize(("num_sequences", "goal"), [(1, 3.0), (16, 1.8), (64, 1.5), (256, MIN_SPEEDUP)])
 def test_drafts_pay_off_on_gpu(num_sequences: int, goal: float, options: dict[str, float]) -> None:
-    assert simulate(h200(**options), num_sequences, 0.8, GPU_PRIOR_RATIO) >= goal
+    assert simulate(h200(**options), num_sequences, 0.8, GPU_PRIOR) >= goal
 
 
 @pytest.mark.parametrize(("num_sequences", "goal"), [(1, 3.0), (64, 1.45)])
 def test_slow_first_steps_are_ignored(num_sequences: int, goal: float) -> None:
-    assert simulate(h200(**SLOW_FIRST), num_sequences, 0.8, GPU_PRIOR_RATIO) >= goal
+    assert simulate(h200(**SLOW_FIRST), num_sequences, 0.8, GPU_PRIOR) >= goal
 
 
 @pytest.mark.parametrize(("num_sequences", "goal"), [(1, 1.35), (2, 1.1), (8, MIN_SPEEDUP)])
 def test_drafts_pay_off_on_cpu(num_sequences: int, goal: float) -> None:
-    assert simulate(cpu(), num_sequences, 0.8, PRIOR_RATIO) >= goal
+    assert simulate(cpu(), num_sequences, 0.8, CPU_PRIOR) >= goal
 
 
 @pytest.mark.parametrize("num_sequences", [1, 16, 64, 256])
 @pytest.mark.parametrize("options", [{}, NOISE, SLOW_FIRST], ids=["steady", "noise", "slow first steps"])
 def test_wrong_drafts_cost_little(num_sequences: int, options: dict[str, float]) -> None:
-    assert simulate(h200(**options), num_sequences, 0.0, GPU_PRIOR_RATIO) >= MIN_SPEEDUP
+    assert simulate(h200(**options), num_sequences, 0.0, GPU_PRIOR) >= MIN_SPEEDUP
 
 
 @pytest.mark.parametrize(("num_sequences", "times"), MEASURED, ids=MEASURED_IDS)
@@ -102,18 +102,18 @@ def test_best_number_of_drafts_is_found(
     """The measured costs are not convex: one draft token per sequence may not pay, although several do."""
     machine = measured(num_sequences, times, **options)
     goal = share * best_speedup(machine, num_sequences, 0.8)
-    assert simulate(machine, num_sequences, 0.8, GPU_PRIOR_RATIO, num_steps=600) >= goal
+    assert simulate(machine, num_sequences, 0.8, GPU_PRIOR, num_steps=600) >= goal
 
 
 @pytest.mark.parametrize(("num_sequences", "times"), MEASURED, ids=MEASURED_IDS)
 def test_wrong_drafts_cost_little_at_measured_times(num_sequences: int, times: Times) -> None:
     machine = measured(num_sequences, times, **SLOW_FIRST)
-    assert simulate(machine, num_sequences, 0.0, GPU_PRIOR_RATIO) >= MIN_SPEEDUP
+    assert simulate(machine, num_sequences, 0.0, GPU_PRIOR) >= MIN_SPEEDUP
 
 
 def test_no_drafts_if_a_step_has_no_space_for_them() -> None:
     machine = measured(256, (12.1, ((257, 20.0), (512, 25.0))))
-    assert simulate(machine, 256, 0.8, GPU_PRIOR_RATIO) == 1.0
+    assert simulate(machine, 256, 0.8, GPU_PRIOR) == 1.0
 
 
 @pytest.mark.parametrize(("num_sequences", "acceptance"), [(1, 0.8), (1, 0.5), (16, 0.8), (64, 0.8)])
@@ -121,9 +121,9 @@ def test_no_drafts_if_a_step_has_no_space_for_them() -> None:
 def test_expensive_drafts_are_rarely_tried(num_sequences: int, acceptance: float, options: dict[str, float]) -> None:
     """A draft token costs as much as a step's first token, contrary to the assumed costs."""
     machine = without_fixed_costs(**options)
-    assert simulate(machine, num_sequences, acceptance, GPU_PRIOR_RATIO, num_steps=2000) >= MIN_SPEEDUP
+    assert simulate(machine, num_sequences, acceptance, GPU_PRIOR, num_steps=2000) >= MIN_SPEEDUP
 
 
 def test_expensive_drafts_are_rarely_tried_although_first_steps_are_slow() -> None:
     machine = without_fixed_costs(**SLOW_FIRST)
-    assert simulate(machine, 16, 0.8, GPU_PRIOR_RATIO, num_steps=4000) >= MIN_SPEEDUP
+    assert simulate(machine, 16, 0.8, GPU_PRIOR, num_steps=4000) >= MIN_SPEEDUP
