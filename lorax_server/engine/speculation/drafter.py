@@ -18,6 +18,9 @@ HEAD_KINDS = KINDS + 8 * len(ORDERS)  # guesses of draft heads: one kind per hea
 # Sequences whose last guesses are checked before new guesses. In larger batches, this would take too long.
 MAX_CHECKED_FIRST = 16
 MAX_LEARNED_TOKENS = 256  # completion tokens indexed per step, because indexing takes about 3 us per token
+# Finished completions that wait to be indexed. If completions finish faster than `learn` indexes them, the oldest are
+# not indexed, because the list would grow without limit.
+MAX_UNINDEXED = 256
 MAX_FAILURES = 8  # attempts in a row without draft tokens; after more of them, a sequence is tried less often
 MAX_RETRY_STEPS = 16  # maximum number of steps until the next attempt
 
@@ -96,7 +99,7 @@ class SpeculativeDrafter:
         self._head_trial = HeadTrial()
         self._states: dict[Sequence, _SequenceState] = {}
         self._unchecked: list[_UncheckedGuesses] = []
-        self._finished: deque[tuple[Sequence, AdapterHistory]] = deque()  # completions to index
+        self._finished: deque[tuple[Sequence, AdapterHistory]] = deque(maxlen=MAX_UNINDEXED)  # completions to index
         self._speedup = MIN_GAIN  # expected speedup of the last drafts
         self._retry_steps = 1  # steps until the next attempt if `waits` finds no drafts
         self._num_skipped = 0  # calls of `waits` since the last attempt

@@ -11,6 +11,7 @@ from lorax_server.engine.speculation.drafter import (
     MAX_FAILURES,
     MAX_LEARNED_TOKENS,
     MAX_RETRY_STEPS,
+    MAX_UNINDEXED,
     SpeculativeDrafter,
 )
 from lorax_server.engine.speculation.guess import Accuracy
@@ -164,6 +165,17 @@ def test_finished_completions_are_indexed_in_later_steps() -> None:
         drafter.learn()
         num_entries.append(completions.num_entries)
     assert 0 < num_entries[0] < num_entries[1] == num_entries[2]
+    assert propose(drafter, make_sequence([3, 2], TEXT[:4]), 1)
+
+
+def test_number_of_completions_to_index_is_bounded() -> None:
+    """Large batches with drafts can generate more tokens per step than a step indexes."""
+    drafter, oldest = make_drafter(), [*range(2000, 2010)]
+    for completion in (oldest, *[TEXT[:8]] * MAX_UNINDEXED):
+        drafter.finish(make_sequence([1, 2], completion))
+    for _ in range(MAX_UNINDEXED):
+        drafter.learn()
+    assert not propose(drafter, make_sequence([3, 2], oldest[:4]), 1)
     assert propose(drafter, make_sequence([3, 2], TEXT[:4]), 1)
 
 
