@@ -6,6 +6,7 @@ the config and the tensor names take longer than the copy.
 
 import re
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -215,24 +216,24 @@ class LoraLayout:
 
 class ReusedMemory:
     """Allocates tensors, and keeps the memory of the last freed tensor, because page faults take longer than the copy
-    of an adapter.
+    of an adapter. Any thread may use it.
     """
 
     def __init__(self) -> None:
-        self._free: npt.NDArray[np.uint8] | None = None
+        self._free: deque[npt.NDArray[np.uint8]] = deque(maxlen=1)  # thread-safe
 
     def allocate(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialized tensor."""
-        num_bytes, memory = num_elements * dtype.itemsize, self._free
-        self._free = None
+        num_bytes = num_elements * dtype.itemsize
+        try:
+            memory = self._free.pop()
+        except IndexError:
+            memory = None
         if memory is None or len(memory) != num_bytes:
             memory = np.empty(num_bytes, np.uint8)
         array = memory.view()  # freed together with the tensor and all its views
-        weakref.finalize(array, self._keep, memory).atexit = False
+        weakref.finalize(array, self._free.append, memory).atexit = False
         return torch.from_numpy(array).view(dtype)
-
-    def _keep(self, memory: npt.NDArray[np.uint8]) -> None:
-        self._free = memory
 
 
 def _round_float64(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,11 @@
 """Adapters packed with a `LoraLayout` equal adapters from `prepare`, and invalid values are rejected."""
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -175,3 +177,36 @@ def test_memory_is_reused_after_the_last_view_is_freed() -> None:
     address = other.data_ptr()
     del other
     assert memory.allocate(1000, torch.bfloat16).data_ptr() == address
+
+
+def test_concurrent_allocations_do_not_share_memory() -> None:
+    """A second thread allocates between any two lines of the first thread's call."""
+    num_lines = 0
+
+    def allocate_at(number: int) -> list[int]:
+        nonlocal num_lines
+        memory, found, num_lines = ReusedMemory(), list[torch.Tensor](), 0
+        memory.allocate(1000, torch.float32)  # freed immediately
+
+        def trace(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal num_lines
+            if frame.f_code is not ReusedMemory.allocate.__code__:
+                return None
+            if event == "line":
+                num_lines += 1
+                if num_lines == number:
+                    found.append(memory.allocate(1000, torch.float32))  # is not traced
+            return trace
+
+        previous = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            found.append(memory.allocate(1000, torch.float32))
+        finally:
+            sys.settrace(previous)
+        return [tensor.data_ptr() for tensor in found]
+
+    assert len(allocate_at(0)) == 1
+    for number in range(1, num_lines + 1):
+        first, second = allocate_at(number)
+        assert first != second
