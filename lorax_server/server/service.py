@@ -187,11 +187,12 @@ class Service:
         """Remove a finished request, and delete removed adapter versions that it used."""
         self.running.discard(request)
         if any(version.key in request.adapter_keys for version in self.versions.retired):
-            task = asyncio.create_task(self._delete_retired_later())
+            task = asyncio.create_task(self.try_delete_retired())
             self._deletions.add(task)
             task.add_done_callback(self._deletions.discard)
 
-    async def _delete_retired_later(self) -> None:
+    async def try_delete_retired(self) -> None:
+        """Call `delete_retired`, and ignore engine and adapter errors."""
         with suppress(LoraxError):  # the next upload or unload tries again
             await self.delete_retired()
 

@@ -206,7 +206,7 @@ class _Upload:
             if folder is not None:
                 await asyncio.to_thread(versions.delete_folder, folder.name)
                 await self._unload()
-        await service.delete_retired()
+            await service.try_delete_retired()  # also after an error, because `in_use` may have delayed it
 
     def _check(self, request: Request) -> None:
         """Reject an invalid upload before its body is received."""

@@ -15,7 +15,7 @@ import pytest
 
 from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
 from lorax_server.engine.remote import messages
-from lorax_server.errors import AdapterError, AdapterNotFoundError, ConfigError
+from lorax_server.errors import AdapterError, AdapterNotFoundError, ConfigError, InputError
 from lorax_server.files.regular_file import read_stamp
 from lorax_server.pooling import EMBED
 from lorax_server.server import request_context
@@ -473,6 +473,23 @@ def test_config_of_a_version_that_is_removed_during_an_upload(
     reply = routes.put(b"three")
     assert reply.status == 200, reply.message
     assert len(routes.stored_folders()) == 1
+
+
+def test_failed_upload_deletes_the_removed_version_that_it_kept(
+    routes: UploadRoutes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    routes.put(b"two")
+
+    async def remove_and_fail(*_: Any) -> None:
+        await remove_versions(routes.service, "poet")
+        await routes.service.delete_retired()
+        assert len(routes.stored_folders()) == 2
+        raise InputError("wrong checksum")
+
+    monkeypatch.setattr(_Upload, "_receive", remove_and_fail)
+    assert routes.put(b"three").status == 400
+    assert routes.stored_folders() == []
+    assert routes.service.versions.retired == []
 
 
 def test_unload_during_an_upload(routes: UploadRoutes, monkeypatch: pytest.MonkeyPatch) -> None:
