@@ -38,7 +38,7 @@ class AdapterEntry:
     units: int = 0
     vocab_size: int = 0
     changes_kv: bool = True  # keys and values depend on the adapter
-    is_packed_on_device: bool = False  # steps can use the adapter as soon as the load is submitted
+    is_packed_on_device: bool = False  # steps can use the adapter as soon as the load is submitted; until the next step
 
     # Device tier
     index: int | None = None

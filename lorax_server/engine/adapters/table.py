@@ -21,7 +21,7 @@ from lorax_server.engine.adapters.host_tier import HostTier
 from lorax_server.engine.adapters.registry import AdapterEntry, AdapterRegistry
 from lorax_server.engine.sequence import NEVER
 from lorax_server.errors import AdapterError, LoraxError
-from lorax_server.plan import AdapterOp, Capabilities, PrepareResult
+from lorax_server.plan import AdapterOp, Capabilities, PrepareOp, PrepareResult
 from lorax_server.types import AdapterCounters, AdapterStage, AdapterState
 
 BASE_MODEL = ""
@@ -298,6 +298,10 @@ class AdapterTable:
     def submit(self) -> tuple[AdapterOp, ...]:
         """Return the worker operations to execute before the next step, and clear the list."""
         ops = (*self._device.submit(), *self._ops)
+        for op in self._ops:
+            if isinstance(op, PrepareOp) and op.is_packed and (entry := self._registry.get(op.spec.identity)):
+                # It was not loaded yet. Later, its host copy may replace the device copy, and steps would wait for it.
+                entry.is_packed_on_device = False
         self._ops.clear()
         return ops
 

@@ -56,7 +56,7 @@ class TableHarness:
         self.ops += ops
         self.num_steps += 1
         self.preparing += [op.spec for op in ops if isinstance(op, PrepareOp)]
-        self.loading += [op.index for op in ops if isinstance(op, LoadOp)]
+        self.loading += [op.index for op in ops if isinstance(op, LoadOp) and not op.is_ordered]
         self.table.complete_step(self.num_steps, self.loading if load else ())
         if load:
             self.loading = []
@@ -438,6 +438,24 @@ def test_adapters_load_in_arrival_order() -> None:
     harness.start("b")
     harness.end("b")
     assert harness.steps() == ["c"]
+
+
+def test_no_step_waits_for_packed_adapter_that_waited_for_space() -> None:
+    harness = TableHarness(units=10)
+    harness.register(busy=10)
+    harness.request("busy")
+    harness.steps()
+    harness.start("busy")
+    harness.table.add_packed(make_spec("new", 10), PrepareResult("new", 10, 10 * UNIT_BYTES, VOCAB, is_on_device=True))
+    harness.table.request_load("new")
+    packed = [op for op in harness.step(prepare=False) if isinstance(op, PrepareOp)]
+    assert [op.is_packed for op in packed] == [True]
+    harness.preparing.clear()  # `add_packed` has recorded the result
+    assert "new" not in harness.on_device
+    harness.end("busy")
+    loads = [op for _ in range(4) for op in harness.step() if isinstance(op, LoadOp)]
+    assert [(op.identity, op.is_ordered) for op in loads] == [("new", False)]
+    assert "new" in harness.on_device
 
 
 def test_unload_of_idle_adapter_evicts_immediately() -> None:
