@@ -33,15 +33,6 @@ class LogFormat(NamedTuple):
     is_json: bool
 
 
-def check_files(config: ServerConfig) -> None:
-    """Raise if a file in the settings is invalid. This is called before the model is downloaded."""
-    from lorax_server.server.access.keys import KeyRing  # noqa: PLC0415
-    from lorax_server.server.schemas.examples import read_examples  # noqa: PLC0415
-
-    KeyRing(config.api_keys, config.admin_key, config.keys_file)
-    read_examples(config.examples)
-
-
 def serve_forever(config: ServerConfig) -> int:
     """Run the server until it receives a signal, and return the exit code."""
     from lorax_server.server.access.keys import KeyRing  # noqa: PLC0415

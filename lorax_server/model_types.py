@@ -9,6 +9,7 @@ from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
+from lorax_server.config import CHECKPOINT_FORMATS, ModelConfig
 from lorax_server.errors import ConfigError, UnsupportedModelError
 from lorax_server.files.names import CONFIG_FILE, MODEL_CONFIG_FILE
 from lorax_server.quantization_config import read_quantization_config
@@ -71,6 +72,8 @@ ENCODER_CLASSES = {
 PADDED_ONLY_FIELDS = {"falcon": "alibi"}
 OTHER_HEAD_SUFFIXES = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "RewardModel")
 MULTIMODAL_FIELDS = ("vision_config", "audio_config")
+OLD_QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json")  # of AutoGPTQ and AutoAWQ
+EXPERT_COUNT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def find_similar_types(model_type: str) -> list[str]:
@@ -85,12 +88,14 @@ def check_model_config(
     folder: Path,
     model_id: str,
     *,
+    settings: ModelConfig | None = None,
     needs_adapters: bool = False,
     generates: Callable[[Mapping[str, Any]], bool] = lambda _: True,
 ) -> None:
     """Raise `ConfigError` if `config.json` shows that the model cannot be served, or cannot be served with adapters.
 
-    `generates` returns False for the config of a model that is served for pooling instead of text generation.
+    If `settings` are given, `quantize` must fit the model. `generates` returns False for the config of a model that is
+    served for pooling instead of text generation.
     """
     path = folder / MODEL_CONFIG_FILE
     if not path.is_file():
@@ -107,6 +112,20 @@ def check_model_config(
         problem = _find_problem(config, needs_adapters, generates) or ""
     if problem:
         raise UnsupportedModelError(f"model {model_id!r}: {problem} (docs/models.md)")
+    check_old_quantization_files(folder, config.get("quantization_config") or config.get("compression_config"))
+    mismatch = None if settings is None else _find_quantize_problem(settings, config, generates(config))
+    if mismatch is not None:
+        raise ConfigError(f"model {model_id!r}: {mismatch} (docs/quantization.md)")
+
+
+def check_old_quantization_files(folder: Path, stored: Any) -> None:
+    """Reject a quantized checkpoint from AutoGPTQ or AutoAWQ whose config.json has no `quantization_config`."""
+    for name in OLD_QUANTIZATION_FILES:
+        if not stored and (folder / name).is_file():
+            raise ConfigError(
+                f"{folder / name}: describes a quantized checkpoint, but config.json has no quantization_config; copy "
+                "the content to this field, and add quant_method = gptq or awq"
+            )
 
 
 def is_paged(config: Mapping[str, Any]) -> bool:
@@ -118,6 +137,40 @@ def is_paged(config: Mapping[str, Any]) -> bool:
 def is_mxfp4(model_type: Any, stored: Any) -> bool:
     """Return True if a model's `quantization_config` is MXFP4, which is read exactly into the model's dtype."""
     return model_type == "gpt_oss" and isinstance(stored, Mapping) and stored.get("quant_method") == "mxfp4"
+
+
+def find_quantize_problem(settings: ModelConfig, stored: str | None, *, has_experts: bool) -> str | None:
+    """Return the reason why the `quantize` setting does not fit a checkpoint, or None.
+
+    `stored` is the checkpoint's quantization method. Without quantization, it is None.
+    """
+    value, rounded = f"quantize = {settings.quantize}", settings.rounded_format
+    if settings.quantize == stored and settings.weight_bits is None:
+        return None
+    if settings.quantize in CHECKPOINT_FORMATS and (stored or rounded is None):
+        return f"{value} needs a checkpoint in this format, but the weights are " + (
+            f"stored as {stored}; omit `quantize`" if stored else "not quantized; use int8, int4 or fp8"
+        )
+    if stored and (settings.weight_bits is not None or rounded is not None):
+        return f"{value} quantizes 16-bit weights, but the weights are already stored as {stored}; omit `quantize`"
+    if not has_experts or rounded in (None, "fp8"):
+        return None
+    return f"{value} is not supported for mixtures of experts, " + (
+        "because experts have no kernels for rounded activations; use fp8"
+        if rounded == "fp8-dynamic"
+        else "because bitsandbytes rounds experts only in some versions of transformers; serve the quantized checkpoint"
+    )
+
+
+def _find_quantize_problem(settings: ModelConfig, config: Mapping[str, Any], generates: bool) -> str | None:
+    if settings.quantize is not None and generates and not is_paged(config):
+        return f"quantize = {settings.quantize} is not supported for the model type {config['model_type']!r}"
+    if settings.quantize == "fp8-kv" and not generates:
+        return "quantize = fp8-kv is only for text generation: other tasks have no KV cache"
+    stored = config.get("quantization_config") or config.get("compression_config")
+    quantization = None if is_mxfp4(config["model_type"], stored) else read_quantization_config(stored)
+    has_experts = any(config.get(field) for field in EXPERT_COUNT_FIELDS)
+    return find_quantize_problem(settings, quantization.method if quantization else None, has_experts=has_experts)
 
 
 def _find_problem(

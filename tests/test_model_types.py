@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from lorax_server.config import ModelConfig
 from lorax_server.errors import ConfigError
 from lorax_server.model_types import MODEL_CLASSES, check_model_config, is_paged
 
@@ -85,3 +86,46 @@ def test_falcon_with_alibi_is_padded() -> None:
     assert is_paged({"model_type": "falcon"})
     assert not is_paged({"model_type": "falcon", "alibi": True})
     assert not is_paged({"model_type": "codegen"})
+
+
+GPTQ = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+BITSANDBYTES = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+FP8 = {"quantization_config": {"quant_method": "fp8"}}
+UNFIT_QUANTIZE = {
+    "unquantized": ("gptq", {}, "gptq needs a checkpoint in this format, but the weights are not quantized"),
+    "other format": ("awq", GPTQ, "the weights are stored as gptq; omit `quantize`"),
+    "quantized": ("int8", GPTQ, "already stored as gptq; omit `quantize`"),
+    "same name": ("bitsandbytes", BITSANDBYTES, "already stored as bitsandbytes"),
+    "rounded": ("fp8-dynamic", FP8, "already stored as fp8"),
+    "experts": ("fp8-dynamic", {"model_type": "mixtral", "num_local_experts": 8}, "mixtures of experts"),
+    "padded": ("int8", {"model_type": "codegen"}, "int8 is not supported for the model type 'codegen'"),
+    "no cache": ("fp8-kv", {"model_type": "bert"}, "only for text generation"),
+}
+
+
+@pytest.mark.parametrize(("quantize", "config", "reason"), UNFIT_QUANTIZE.values(), ids=UNFIT_QUANTIZE)
+def test_quantize_must_fit_config(tmp_path: Path, quantize: str, config: dict[str, Any], reason: str) -> None:
+    config = {"model_type": "llama", **config}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=rf"^model 'model': quantize = .*{reason}.*\(docs/quantization.md\)"):
+        check_model_config(
+            tmp_path,
+            "model",
+            settings=ModelConfig(tmp_path, quantize=quantize),
+            generates=lambda config: config["model_type"] != "bert",
+        )
+
+
+@pytest.mark.parametrize(
+    ("quantize", "config"), [("gptq", GPTQ), ("fp8", FP8), ("fp8", {}), ("int8", {}), ("fp8-kv", GPTQ), (None, GPTQ)]
+)
+def test_quantize_that_fits_is_accepted(tmp_path: Path, quantize: str | None, config: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
+    check_model_config(tmp_path, "model", settings=ModelConfig(tmp_path, quantize=quantize))
+
+
+def test_old_quantization_file_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "quantize_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="copy the content to this field"):
+        check_model_config(tmp_path, "model", settings=ModelConfig(tmp_path, quantize="gptq"))

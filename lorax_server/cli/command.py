@@ -15,14 +15,17 @@ from typing import Any
 
 from lorax_server import __version__
 from lorax_server.cli.environment import check_packages
-from lorax_server.cli.flags import Parser
+from lorax_server.cli.flags import Parser, name_flags
 from lorax_server.cli.packaged_models import find_local_model
 from lorax_server.cli.settings import ParsedSettings, parse
 from lorax_server.config import ModelConfig, ServerConfig
 from lorax_server.errors import ConfigError, LoraxError
+from lorax_server.files.draft_heads import read_draft_head_sizes
 from lorax_server.files.model_files import check_model_files
 from lorax_server.model_types import check_model_config
 from lorax_server.pooling import GENERATE, find_task
+from lorax_server.server.access.keys import KeyRing
+from lorax_server.server.schemas.examples import read_examples
 
 logger = logging.getLogger(__name__)
 
@@ -159,11 +162,17 @@ def read_config(argv: list[str], environ: Mapping[str, str]) -> ServerConfig:
 
 
 def _resolve_config(parsed: ParsedSettings) -> ServerConfig:
-    from lorax_server.launch import check_files  # noqa: PLC0415 - slow
-
-    check_files(parsed.make_config(None))
+    _check_files(parsed.make_config(None))
     folder = _find_model(parsed)
     return parsed.make_config(folder, "cpu" if parsed.values.get("device") == "cpu" else detect_device())
+
+
+def _check_files(config: ServerConfig) -> None:
+    """Raise if a file in the settings is invalid. This is called before the model is downloaded."""
+    KeyRing(config.api_keys, config.admin_key, config.keys_file)
+    read_examples(config.examples)
+    if config.engine.draft_heads is not None:
+        read_draft_head_sizes(config.engine.draft_heads)
 
 
 def _serve_replicas(argv: list[str], count: int) -> int:
@@ -249,17 +258,25 @@ def _find_model(parsed: ParsedSettings) -> Path:
     """Return the model folder. Check the model's config before its weights are downloaded or loaded."""
     values, is_s3 = parsed.values, parsed.model_source == "s3"
     location = str(values.get("weights_cache_override", parsed.model_location))
+    settings = parsed.make_config(None).engine.model
 
     def check(folder: Path) -> None:
         def generates(config: Mapping[str, Any]) -> bool:
             return find_task(folder, config, parsed.values.get("task", "auto")) == GENERATE
 
-        check_model_config(folder, parsed.model_id, needs_adapters=parsed.has_adapters, generates=generates)
+        try:
+            check_model_config(
+                folder, parsed.model_id, settings=settings, needs_adapters=parsed.has_adapters, generates=generates
+            )
+        except ConfigError as error:
+            raise name_flags(error, {"quantize": parsed.origins.get("quantize", "--quantize")}) from error
 
     if (path := find_local_model(location)) is not None:
-        from lorax_server.gguf.model_folder import find_model_folder  # noqa: PLC0415 - slow
+        folder = path
+        if path.is_file() or any(path.glob("*.gguf")):
+            from lorax_server.gguf.model_folder import find_model_folder  # noqa: PLC0415 - slow
 
-        folder = find_model_folder(path)
+            folder = find_model_folder(path)
         check(folder)
         check_model_files(folder)
         return folder

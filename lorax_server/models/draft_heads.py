@@ -1,6 +1,5 @@
 """Medusa heads, which guess the tokens after the next token from the last hidden state."""
 
-import json
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -9,11 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from lorax_server.errors import ConfigError, WeightsError
-from lorax_server.files.names import DRAFT_HEADS_FILE, MODEL_CONFIG_FILE
+from lorax_server.files.draft_heads import read_draft_head_sizes
+from lorax_server.files.names import DRAFT_HEADS_FILE
 from lorax_server.layers.linear import MultiAdapterHead
 from lorax_server.weights import Placement, Weights, open_file
 
-MAX_HEADS, MAX_BLOCKS = 16, 16
 MAX_LOGIT_ROWS = 64  # rows of logits at a time, to limit temporary memory
 
 
@@ -82,10 +81,8 @@ class DraftHeads(nn.Module):
 
 def load_draft_heads(folder: Path, lm_head: MultiAdapterHead, **placement: Unpack[Placement]) -> DraftHeads:
     """Load the Medusa heads in a folder. Raise an error if they do not fit the model with this LM head."""
-    num_heads, num_blocks = _read_sizes(folder / MODEL_CONFIG_FILE)
+    num_heads, num_blocks = read_draft_head_sizes(folder)
     path = folder / DRAFT_HEADS_FILE
-    if not path.is_file():
-        raise ConfigError(f"{folder}: has no {DRAFT_HEADS_FILE}; convert other formats with `safetensors`")
     tensors = open_file(path)
     own_heads = {name for head in range(num_heads) if (name := f"{head}.{num_blocks}.weight") in tensors}
     if len(own_heads) not in (0, num_heads):
@@ -106,17 +103,3 @@ def load_draft_heads(folder: Path, lm_head: MultiAdapterHead, **placement: Unpac
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"{path}: GPU memory is not sufficient for the draft heads; omit draft_heads") from error
     return heads.eval()
-
-
-def _read_sizes(path: Path) -> tuple[int, int]:
-    """Return the number of heads, and the number of residual blocks of each head."""
-    try:
-        config: Any = json.loads(path.read_text())
-        sizes = config.get("medusa_num_heads"), config.get("medusa_num_layers", 1)
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{path}: cannot be used as a config of Medusa heads: {error}") from error
-    names = ("medusa_num_heads", MAX_HEADS), ("medusa_num_layers", MAX_BLOCKS)
-    for size, (name, most) in zip(sizes, names, strict=True):
-        if type(size) is not int or not 1 <= size <= most:
-            raise ConfigError(f"{path}: {name} must be an integer from 1 to {most} (got {size!r})")
-    return sizes

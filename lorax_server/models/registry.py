@@ -9,13 +9,21 @@ from typing import Any, TypeVar
 
 import torch
 
-from lorax_server.config import CHECKPOINT_FORMATS, DTYPES, ModelConfig
+from lorax_server.config import DTYPES, ModelConfig
 from lorax_server.distributed import FakeGroup, ProcessGroup
 from lorax_server.errors import ConfigError, UnsupportedModelError
 from lorax_server.files.names import GGUF_FILE_LIST, MODEL_CONFIG_FILE
 from lorax_server.kernels import Ops, select_ops
 from lorax_server.kernels.device import is_host
-from lorax_server.model_types import ENCODER_CLASSES, MODEL_CLASSES, find_similar_types, is_mxfp4
+from lorax_server.model_types import (
+    ENCODER_CLASSES,
+    EXPERT_COUNT_FIELDS,
+    MODEL_CLASSES,
+    check_old_quantization_files,
+    find_quantize_problem,
+    find_similar_types,
+    is_mxfp4,
+)
 from lorax_server.models.config_cache import read_config
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.models.pooled_model import PooledModel, load_pooled_model
@@ -41,9 +49,7 @@ POSITIVE_INT_FIELDS = (
     "sliding_window",
     "vocab_size",
 )
-EXPERT_COUNT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 EPSILON_FIELDS = ("layer_norm_eps", "layer_norm_epsilon", "rms_norm_eps")
-OLD_QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json")  # of AutoGPTQ and AutoAWQ
 
 
 def get_model(
@@ -150,12 +156,7 @@ def load_config(settings: ModelConfig) -> Any:
     if config.model_type != model_type:
         raise ConfigError(f"{path}: transformers reads it as {config.model_type!r}, which is not supported")
     _check_config(config)
-    for name in OLD_QUANTIZATION_FILES:
-        if find_quantization(config) is None and (settings.path / name).is_file():
-            raise ConfigError(
-                f"{settings.path / name}: describes a quantized checkpoint, but config.json has no "
-                "quantization_config; copy the content to this field, and add quant_method = gptq or awq"
-            )
+    check_old_quantization_files(settings.path, find_quantization(config))
     config.quantize = settings.quantize
     return config
 
@@ -178,26 +179,14 @@ def _check_config(config: Any) -> None:
 def _check_quantize(settings: ModelConfig, config: Any, quantization: QuantizationConfig | None) -> None:
     """Reject a `quantize` setting that does not fit the checkpoint, and log what LoRAX's settings mean."""
     stored = None if quantization is None else quantization.method
+    has_experts = any(getattr(config, field, None) for field in EXPERT_COUNT_FIELDS)
+    if problem := find_quantize_problem(settings, stored, has_experts=has_experts):
+        raise ConfigError(problem)
     if _confirms_checkpoint_format(settings, quantization):
         return
-    if settings.quantize in CHECKPOINT_FORMATS and (stored or settings.rounded_format is None):
-        raise ConfigError(
-            f"quantize = {settings.quantize} needs a checkpoint in this format, but the weights are "
-            + (f"stored as {stored}; omit `quantize`" if stored else "not quantized; use int8, int4 or fp8")
-        )
     if settings.weight_bits is not None:
         logger.info("quantize = %s: the weights are quantized to int%d", settings.quantize, settings.weight_bits)
     if settings.rounded_format is not None:
-        if settings.rounded_format != "fp8" and any(getattr(config, field, None) for field in EXPERT_COUNT_FIELDS):
-            raise ConfigError(
-                f"quantize = {settings.quantize} is not supported for mixtures of experts, "
-                + (
-                    "because experts have no kernels for rounded activations; use fp8"
-                    if settings.rounded_format == "fp8-dynamic"
-                    else "because bitsandbytes rounds experts only in some versions of transformers; serve the "
-                    "quantized checkpoint"
-                )
-            )
         logger.info(
             "quantize = %s: linear layers are rounded to %s%s",
             settings.quantize,

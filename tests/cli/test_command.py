@@ -205,6 +205,7 @@ def test_device_probe_detects_cuda(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--model-id", "/no/model", "--port", "99999"], 2, "lorax: --port = 99999 must be"),
         (["serve", "--model-id", "/no/model", "--playground-examples", "/no/file"], 2, "cannot read the examples file"),
         (["serve", "--model-id", "/no/model", "--keys-file", "/no/file"], 2, "/no/file"),
+        (["serve", "--model-id", "/no/model", "--draft-heads", "/no/heads"], 2, "config of Medusa heads"),
         (["sreve"], 2, "lorax: unknown command 'sreve'; did you mean `lorax serve`?"),
         (["--verbose"], 2, "lorax: '--verbose' is not a known flag"),
         (["generate"], 2, "lorax: the following arguments are required: PROMPT"),
@@ -244,6 +245,27 @@ def test_serve_exit_codes_distinguish_errors(
     monkeypatch.setattr(launch, "serve_forever", fail, raising=False)
     assert main(["serve", "--model-id", str(model)]) == code
     assert capsys.readouterr().err == ("lorax: it failed\n" if code == 1 else "")
+
+
+def test_unfit_quantize_flag_is_named(
+    served: list[ServerConfig], model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "--model-id", str(model), "--quantize", "gptq"]) == 2
+    assert "--quantize = gptq needs a checkpoint in this format" in capsys.readouterr().err
+    assert not served
+
+
+def test_unsupported_model_is_rejected_before_slow_imports(model: Path) -> None:
+    """Modules for the engine process and for GGUF files are not imported."""
+    (model / "config.json").write_text('{"model_type": "llama", "quantization_config": {"quant_method": "hqq"}}')
+    code = (
+        "import sys; from lorax_server.cli import main; "
+        f"assert main(['serve', '--model-id', {str(model)!r}]) == 2; "
+        "print(*{'numpy', 'zmq', 'torch', 'transformers', 'fastapi'} & set(sys.modules))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "'hqq' is not supported" in result.stderr
+    assert result.stdout.split() == []
 
 
 def test_unexpected_exceptions_propagate(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
