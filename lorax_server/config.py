@@ -115,6 +115,11 @@ class ModelConfig(Settings):
         """Return the floating-point format that 16-bit weights are rounded to while loading, or None."""
         return ROUNDED_FORMATS.get(self.quantize or "")
 
+    @property
+    def loaded_format(self) -> str | None:
+        """Return the format that 16-bit weights are converted to while loading, or None."""
+        return self.rounded_format if self.weight_bits is None else f"int{self.weight_bits}"
+
 
 @dataclass(frozen=True)
 class SourceConfig(Settings):

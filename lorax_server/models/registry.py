@@ -85,9 +85,8 @@ def load_model(
     dtype = _choose_dtype(settings, config, ops)
     bits = settings.weight_bits
     quantization = find_quantization(config)
-    _check_quantize(settings, config, quantization)
-    quantize = settings.rounded_format if bits is None else f"int{bits}"
-    quantize = None if quantization is not None else quantize
+    check_quantize(settings, config, quantization)
+    quantize = settings.loaded_format if quantization is None else None
     needed_bytes = estimate_bytes(settings.path, dtype, device, quantize, quantization) // process_group.size()
     free = needed_bytes if is_host(device) else _get_free_bytes(device)
     if needed_bytes > free:
@@ -176,7 +175,7 @@ def _check_config(config: Any) -> None:
     find_quantization(config)
 
 
-def _check_quantize(settings: ModelConfig, config: Any, quantization: QuantizationConfig | None) -> None:
+def check_quantize(settings: ModelConfig, config: Any, quantization: QuantizationConfig | None) -> None:
     """Reject a `quantize` setting that does not fit the checkpoint, and log what LoRAX's settings mean."""
     stored = None if quantization is None else quantization.method
     has_experts = any(getattr(config, field, None) for field in EXPERT_COUNT_FIELDS)

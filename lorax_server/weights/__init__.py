@@ -2,6 +2,7 @@
 
 from lorax_server.weights.checkpoint import (
     LINEAR_BITS,
+    QUANTIZATION_BLOCK_SIZE,
     Placement,
     StoredTensor,
     Weights,
@@ -14,6 +15,7 @@ from lorax_server.weights.progress import LoadProgress
 
 __all__ = [
     "LINEAR_BITS",
+    "QUANTIZATION_BLOCK_SIZE",
     "LoadProgress",
     "Placement",
     "StoredTensor",

@@ -11,7 +11,7 @@ import numpy as np
 from lorax_server import machine
 from lorax_server.cli.planning import step_time
 from lorax_server.cli.planning.model_sizes import HALF_PRECISION_BYTES, ModelSizes
-from lorax_server.config import EngineConfig, Settings, setting
+from lorax_server.config import ROUNDED_FORMATS, WEIGHT_BITS, EngineConfig, Settings, setting
 from lorax_server.errors import ConfigError
 
 MAX_BYTES = 2**60  # maximum of the memory settings
@@ -37,7 +37,11 @@ class ReplicaSettings(Settings):
     adapter_bytes: int | None = setting(
         None, "GPU memory for adapters", none="the server's", at_least=0, at_most=MAX_BYTES
     )
-    quantize: str | None = setting(None, "fp8-kv stores keys and values as float8", choices=("fp8-kv",))
+    quantize: str | None = setting(
+        None,
+        "the server's --quantize: a weight format, or fp8-kv, which stores keys and values as float8",
+        choices=("fp8-kv", *WEIGHT_BITS, *ROUNDED_FORMATS),
+    )
     max_num_seqs: int | None = setting(
         None, "maximum batch size", none="the server's", at_most=2**16, aliases=("--max-rows",)
     )
@@ -45,6 +49,10 @@ class ReplicaSettings(Settings):
         None, "highest allowed time between tokens", above=0, aliases=("--token-ms",)
     )
     max_utilization: float = setting(0.8, "highest replica utilization", above=0, at_most=1, aliases=("--load",))
+
+    @property
+    def has_float8_cache(self) -> bool:
+        return self.quantize == "fp8-kv"
 
 
 @dataclass(frozen=True)
@@ -209,7 +217,7 @@ class Planner:
 
     def _decode_step_ms(self, batch_size: int) -> dict[str, float]:
         return step_time.decode_step_ms(
-            self.gpu, batch_size, self._count_bytes_read(batch_size), self.sizes.layers, bool(self.settings.quantize)
+            self.gpu, batch_size, self._count_bytes_read(batch_size), self.sizes.layers, self.settings.has_float8_cache
         )
 
     def _requests_per_s(self, batch_size: int) -> float:
@@ -245,7 +253,7 @@ class Planner:
         steps += self._max_batch_size * sizes.vocab_size * BYTES_PER_LOGIT
         cache = max(free - adapters - adapters // machine.ADAPTER_TABLE_DIVISOR - steps, 0)
         block_size = EngineConfig.block_size
-        block_bytes = block_size * sizes.token_bytes // (2 if self.settings.quantize else 1)
+        block_bytes = block_size * sizes.token_bytes // (2 if self.settings.has_float8_cache else 1)
         tokens = min(cache // block_bytes, self._max_batch_size * sizes.max_length // block_size) * block_size
         needed = self.traffic.prompt_tokens + self.traffic.completion_tokens
         if tokens < needed:

@@ -96,7 +96,7 @@ def run(argv: list[str]) -> int:
 
 def make_planner(args: Mapping[str, Any]) -> Planner:
     replica, traffic = _read_settings(ReplicaSettings, args), _read_settings(Traffic, args)
-    gpu, sizes = _read_gpu(replica), _read_model(_read_settings(ModelSettings, args))
+    gpu, sizes = _read_gpu(replica), _read_model(_read_settings(ModelSettings, args), replica.quantize)
     length = traffic.prompt_tokens + traffic.completion_tokens
     if length > sizes.max_length:
         raise ConfigError(f"a request has {length} tokens, but the model supports at most {sizes.max_length}")
@@ -124,17 +124,17 @@ def _read_settings(settings: type[T], args: Mapping[str, Any]) -> T:
         raise name_flags(error, flags) from error
 
 
-def _read_model(settings: ModelSettings) -> ModelSizes:
+def _read_model(settings: ModelSettings, quantize: str | None) -> ModelSizes:
     flags = {flag.field: flag.name for flag in make_flags(ModelSettings)}
     sizes = {name: value for name, value in vars(settings).items() if value is not None and name != "model"}
     if settings.model is not None:
         if sizes:
             names = ", ".join(flags[name] for name in sizes)
             raise ConfigError(f"--model already defines the model sizes; omit {names}")
-        return read_sizes(Path(settings.model).expanduser())
+        return read_sizes(Path(settings.model).expanduser(), quantize)
     if missing := [flags[name] for name in REQUIRED_SIZES if name not in sizes]:
         raise ConfigError(f"set --model to a model folder or config.json, or add {', '.join(missing)}")
-    return make_llama_sizes(sizes)
+    return make_llama_sizes(sizes, quantize)
 
 
 def _read_gpu(settings: ReplicaSettings) -> Gpu:

@@ -17,8 +17,9 @@ from lorax_server.errors import ConfigError
 from lorax_server.files.names import MODEL_CONFIG_FILE
 from lorax_server.kernels import reference
 from lorax_server.layers.targets import collect_adapter_targets
-from lorax_server.models.registry import build_model, find_quantization, load_config
-from lorax_server.weights import LINEAR_BITS, Weights
+from lorax_server.models.registry import build_model, check_quantize, find_quantization, load_config
+from lorax_server.quantization_config import LOADED_BYTES
+from lorax_server.weights import LINEAR_BITS, QUANTIZATION_BLOCK_SIZE, Weights
 from lorax_server.worker.memory import block_bytes
 from lorax_server.worker.model_info import find_max_length
 
@@ -51,7 +52,9 @@ class MetaWeights(Weights):
         device, group = torch.device("meta"), FakeGroup()
         super().__init__({}, device=device, dtype=torch.bfloat16, process_group=group, ops=reference)
         self.parameters = 0
-        self.linear_parameters = 0  # of matrices that quantized checkpoints quantize
+        # In matrices that can be quantized.
+        self.linear_parameters = 0
+        self.vocabulary_parameters = 0
 
     def has(self, name: str) -> bool:  # noqa: ARG002 - optional tensors, such as a tied output head, are absent
         return False
@@ -79,19 +82,31 @@ class MetaWeights(Weights):
         min_bits: int = 4,
         can_reorder: bool = False,  # noqa: ARG002
     ) -> torch.Tensor:
-        if min_bits <= LINEAR_BITS:
+        if inputs.full % QUANTIZATION_BLOCK_SIZE == 0 and min_bits <= LINEAR_BITS:
             self.linear_parameters += outputs.full * inputs.full
+        elif inputs.full % QUANTIZATION_BLOCK_SIZE == 0:
+            self.vocabulary_parameters += outputs.full * inputs.full
         return self.get_tensor(name, (outputs.full, inputs.full))
 
 
 class ModelSizes:
     """Sizes of model weights, KV cache and adapters. Weights that are not quantized have half precision."""
 
-    def __init__(self, config: Any) -> None:
-        """Build the model on the meta device and measure it."""
+    def __init__(self, config: Any, loaded_format: str | None = None) -> None:
+        """Build the model on the meta device and measure it.
+
+        `loaded_format` is the format that 16-bit weights are converted to while loading, a key of `LOADED_BYTES`.
+        """
         quantization = find_quantization(config)
-        self.is_quantized = quantization is not None
-        self._linear_bytes = HALF_PRECISION_BYTES if quantization is None else quantization.bytes_per_weight
+        self.is_quantized = quantization is not None or loaded_format is not None
+        self._linear_bytes: float = HALF_PRECISION_BYTES
+        self._vocabulary_bytes: float = HALF_PRECISION_BYTES  # per weight of embeddings and LM heads
+        if quantization is not None:
+            self._linear_bytes = quantization.bytes_per_weight
+        elif loaded_format is not None:
+            self._linear_bytes = LOADED_BYTES[loaded_format]
+            if loaded_format in ("int8", "int4"):
+                self._vocabulary_bytes = LOADED_BYTES["int8"]
         if config.num_hidden_layers > MAX_LAYERS:
             raise ConfigError(f"config field num_hidden_layers must be at most {MAX_LAYERS}")
         weights = MetaWeights()
@@ -108,9 +123,11 @@ class ModelSizes:
                 self.matrices.append(MatrixSize(name, target.outputs.full, target.inputs.full, *counts))
         self.layers, self.hidden_size, self.vocab_size = model.num_layers, config.hidden_size, config.vocab_size
         self.max_length = find_max_length(model)
-        other_parameters = weights.parameters - weights.linear_parameters
+        other_parameters = weights.parameters - weights.linear_parameters - weights.vocabulary_parameters
         self.weight_bytes = int(
-            HALF_PRECISION_BYTES * other_parameters + self._linear_bytes * weights.linear_parameters
+            HALF_PRECISION_BYTES * other_parameters
+            + self._linear_bytes * weights.linear_parameters
+            + self._vocabulary_bytes * weights.vocabulary_parameters
         )
         self.token_bytes = block_bytes(model, 1)  # KV cache bytes per token
         self._head = head.outputs.full * head.inputs.full
@@ -130,7 +147,7 @@ class ModelSizes:
         biases are negligible.
         """
         linear = sum(matrix.num_elements * matrix.fraction_read(batch_size) for matrix in self.matrices)
-        return self._linear_bytes * linear + HALF_PRECISION_BYTES * self._head
+        return self._linear_bytes * linear + self._vocabulary_bytes * self._head
 
     def prompt_flops(self, length: int) -> float:
         """Return FLOPs per prompt token for prompts with `length` tokens."""
@@ -138,20 +155,23 @@ class ModelSizes:
         return 2 * linear + 2 * self.layers * self._attention_width * length
 
 
-def read_sizes(path: Path) -> ModelSizes:
-    """Return the sizes of a model, given its folder or its config.json."""
+def read_sizes(path: Path, quantize: str | None = None) -> ModelSizes:
+    """Return the sizes of a model, given its folder or its config.json. `quantize` is the server's setting."""
     folder = path.parent if path.name == MODEL_CONFIG_FILE else path
     if not (folder / MODEL_CONFIG_FILE).is_file():
         raise ConfigError(
             f"--model {str(path)!r} is not a model folder or config.json; `lorax download` downloads a model "
             "from the hub and prints its folder"
         )
-    return ModelSizes(load_config(ModelConfig(folder)))
+    settings = ModelConfig(folder, quantize=quantize)
+    config = load_config(ModelConfig(folder))  # without fp8-kv, so that the KV cache is measured in half precision
+    check_quantize(settings, config, find_quantization(config))
+    return ModelSizes(config, settings.loaded_format)
 
 
-def make_llama_sizes(fields: dict[str, Any]) -> ModelSizes:
+def make_llama_sizes(fields: dict[str, Any], quantize: str | None = None) -> ModelSizes:
     """Return the sizes of a Llama model with these config fields."""
     with TemporaryDirectory() as folder:
         config = {"model_type": "llama", "max_position_embeddings": 2**31, **fields}
         Path(folder, MODEL_CONFIG_FILE).write_text(json.dumps(config))
-        return ModelSizes(load_config(ModelConfig(Path(folder))))
+        return read_sizes(Path(folder), quantize)

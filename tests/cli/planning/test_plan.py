@@ -18,10 +18,12 @@ from lorax_server.cli import main
 from lorax_server.cli.planning.command import LIMIT_REASONS
 from lorax_server.cli.planning.model_sizes import HALF_PRECISION_BYTES, ModelSizes, read_sizes
 from lorax_server.cli.planning.step_time import GPUS, find_gpu
+from lorax_server.config import ModelConfig
 from lorax_server.errors import ConfigError
 from lorax_server.layers.targets import collect_adapter_targets
 from lorax_server.model_types import MODEL_CLASSES
 from lorax_server.models.registry import DEFAULT_MAX_POSITIONS, build_model
+from lorax_server.weights import estimate_bytes
 from tests.cli.planning.test_measured import LLAMA_8B
 from tests.models.tiny import GPT2, LLAMA, NO_GQA, make_model
 from tests.parity.other_variants import OTHER_VARIANTS
@@ -271,6 +273,41 @@ def test_quantized_checkpoint_needs_less_memory(model: str, tmp_path: Path, caps
     assert converted["memory"]["weights"] == plain["memory"]["weights"]
     assert main(["plan", "--model", str(tmp_path), "--gpu", "L4"]) == 0
     assert "step times assume that kernels for quantized weights" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("quantize", ["int8", "eetq", "hqq-4bit", "fp8", "fp8-dynamic", "bitsandbytes-nf4", "fp8-kv"])
+def test_weights_quantized_while_loading_match_server(quantize: str, tmp_path: Path) -> None:
+    make_model(transformers.LlamaConfig(**LLAMA | {"hidden_size": 64, "intermediate_size": 128})).save_pretrained(
+        tmp_path
+    )
+    settings, device = ModelConfig(tmp_path, quantize=quantize), torch.device("cuda")
+    expected = estimate_bytes(tmp_path, torch.bfloat16, device, settings.loaded_format)
+    assert read_sizes(tmp_path, quantize).weight_bytes == expected
+    plain = read_sizes(tmp_path)
+    assert (expected < plain.weight_bytes) == (quantize != "fp8-kv")
+    assert read_sizes(tmp_path, quantize).token_bytes == plain.token_bytes
+
+
+def test_plan_with_quantized_weights(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plain, int4, nf4 = (
+        plan("--model", model, "--gpu", "L4", *flags, capsys=capsys)
+        for flags in ((), ("--quantize", "hqq-4bit"), ("--quantize", "bitsandbytes-nf4"))
+    )
+    vocabulary, linear = 2 * 128256 * 4096, 6979321856
+    assert int4["memory"]["weights"] == pytest.approx(0.625 * linear + 1.125 * vocabulary, rel=0.001)
+    assert nf4["memory"]["weights"] == pytest.approx(0.5625 * linear + 2 * vocabulary, rel=0.001)
+    assert int4["has_quantized_weights"]
+    assert int4["replica"]["floor_ms"] < plain["replica"]["floor_ms"]
+    # The KV cache stays in half precision.
+    ratios = [figures["memory"]["cache"] / figures["memory"]["cache_tokens"] for figures in (plain, nf4)]
+    assert ratios[0] == pytest.approx(ratios[1], rel=0.01)
+
+
+def test_plan_rejects_unfit_quantize(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stored = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | {"quantization_config": stored}))
+    message = expect_error("--model", str(tmp_path), "--gpu", "L4", "--quantize", "int8", capsys=capsys)
+    assert "already stored as gptq" in message
 
 
 def test_documented_example_matches_output(capsys: pytest.CaptureFixture[str]) -> None:
