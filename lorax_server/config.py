@@ -194,6 +194,7 @@ class EngineConfig(Settings):
         "maximum draft tokens per sequence and step, guessed from the prompt and from earlier completions of the same "
         "adapter and tenant, for example 8; 0 disables speculation without draft heads",
         at_least=0,
+        at_most=64,
     )
     speculation_max_batch_size: int | None = setting(
         None, "no draft tokens while more sequences are running", none="follows from measured step times"

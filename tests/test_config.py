@@ -150,3 +150,10 @@ def test_multiple_api_processes_are_rejected(count: int) -> None:
     with pytest.raises(ConfigError, match=r"40,000 tokens/s; scale out with replicas \(lorax serve --replicas\)"):
         ServerConfig(EngineConfig(ModelConfig(Path("nowhere"))), "base", api_workers=count)
     assert ServerConfig(EngineConfig(ModelConfig(Path("nowhere"))), "base", api_workers=1).api_workers == 1
+
+
+def test_draft_tokens_are_limited() -> None:
+    model = ModelConfig(Path("model"))
+    assert EngineConfig(model, speculative_tokens=64).speculative_tokens == 64
+    with pytest.raises(ConfigError, match="speculative_tokens = 1000 must be at most 64"):
+        EngineConfig(model, speculative_tokens=1000)
