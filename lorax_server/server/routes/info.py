@@ -214,5 +214,15 @@ def _list_models(service: Service, key: Key, allowed: list[tuple[str, AdapterKey
         "weight_bytes": engine.weight_bytes or None,
     }
     models = [{"id": name, **common, **base} for name in bases]
-    adapters = ({"id": alias, **common, "root": name.name, "parent": names.primary_name} for alias, name in allowed)
+    # The folder names of uploaded versions are internal.
+    uploaded = {
+        version.key: f"{name}@v{number}"
+        for name, adapter in service.versions
+        for number, version in adapter.versions.items()
+        if version.is_uploaded
+    }
+    adapters = (
+        {"id": alias, **common, "root": uploaded.get(key, key.name), "parent": names.primary_name}
+        for alias, key in allowed
+    )
     return [*models, *adapters]
