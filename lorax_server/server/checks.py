@@ -1,7 +1,7 @@
 """Request checks shared by the LoRAX and OpenAI routes."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from lorax_server.config import ServerConfig
@@ -18,6 +18,12 @@ PENALTY_FIELDS = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 def check(is_valid: bool, message: str) -> None:
     if not is_valid:
         raise InputError(message)
+
+
+def check_query(sent: Mapping[str, str], known: Container[str] = ()) -> None:
+    """Reject unknown query parameters, because a misspelled parameter would have no effect."""
+    for name in sent:
+        check(name in known, f"`{name[:64]}` is not a query parameter of this route")
 
 
 def reject_unsupported_value(is_set: object, feature: str) -> None:

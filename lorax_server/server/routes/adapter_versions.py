@@ -36,6 +36,7 @@ from lorax_server.pooling import GENERATE
 from lorax_server.server.access.keys import Key
 from lorax_server.server.access.model_names import AdapterKey, make_unknown_model_error
 from lorax_server.server.adapter_versions import NUMBER_PATTERN, make_upload_key
+from lorax_server.server.checks import check_query
 from lorax_server.server.http.error_responses import json_response
 from lorax_server.server.http.middleware import discard_body
 from lorax_server.server.request_context import CLIENT_DISCONNECTED_STATUS, RequestContext
@@ -46,6 +47,7 @@ from lorax_server.server.service import Service
 from lorax_server.types import AdapterRef, ResolvedAdapter
 
 MAX_UPLOADS = 4  # concurrent uploads
+UPLOAD_PARAMETERS = ("config", "running", "activate")
 WRITE_BYTES = 2**20  # bytes per write; a thread switch for each network packet would be slow
 DIGEST_PATTERN = re.compile(r"(?:^|,)\s*sha-256=:([A-Za-z0-9+/=]+):\s*(?=,|$)")
 WEIGHTS_BODY = {
@@ -80,6 +82,7 @@ def make_router(service: Service) -> APIRouter:
         key = service.check_admin(request, "update", name)
         upload = _Upload(service, key, name)
         try:
+            check_query(request.query_params, UPLOAD_PARAMETERS)
             await upload.run(request, config, running == "move", activate)
         except ClientDisconnect:
             service.metrics.adapter_updates.labels("disconnected").inc()
@@ -100,6 +103,7 @@ def make_router(service: Service) -> APIRouter:
     )
     async def list_versions(request: Request, name: str) -> Response:
         """List the versions of an adapter with uploaded weights."""
+        check_query(request.query_params)
         _find_versions(service, request.state.key, name)
         return json_response(_describe(service, name))
 
@@ -112,10 +116,15 @@ def make_router(service: Service) -> APIRouter:
     async def select(request: Request, name: str, body: VersionWeights) -> Response:
         """Select the version for new requests, or divide new requests among versions."""
         key = service.check_admin(request, "select version", name)
+        check_query(request.query_params)
         weights, versions = _read_weights(body), service.versions
         async with versions.lock:
             _find_versions(service, key, name)
-            await versions.apply(name, versions.weigh(name, weights))
+            try:
+                adapter = versions.weigh(name, weights)
+            except InputError as error:
+                raise InputError(f"`{'weights' if body.version is None else 'version'}`: {error}") from None
+            await versions.apply(name, adapter)
         return json_response(_describe(service, name))
 
     return router

@@ -12,6 +12,7 @@ from lorax_server.server.access.keys import Key
 from lorax_server.server.access.model_names import HUB_NAME_PATTERN, AdapterKey, ModelSelection, with_suggestions
 from lorax_server.server.adapter_listing import PageQuery, adapter_to_json, list_page
 from lorax_server.server.adapter_versions import split_version
+from lorax_server.server.checks import check_query
 from lorax_server.server.http.error_responses import json_response
 from lorax_server.server.http.replica_protocol import AdapterChange
 from lorax_server.server.routes.openai import ERROR_RESPONSES
@@ -43,12 +44,14 @@ def _add_adapter_routes(router: APIRouter, service: Service) -> None:
     async def adapters(request: Request, query: Annotated[PageQuery, Query()]) -> Response:
         """List adapters in pages, with their memory tier and usage. Admins see all adapters. Other callers see the
         named adapters that they may use, and the adapters in `also`."""
+        check_query(request.query_params, PageQuery.model_fields)
         return json_response(await list_page(service, request.state.key, query))
 
     @router.post("/v1/adapters/load", operation_id="load_adapter", response_model=Adapter, responses=ERROR_RESPONSES)
     async def load(request: Request, body: LoadRequest) -> Response:
         """Load the latest adapter version to the device, and pin or unpin it if `pin` is set."""
         key = service.check_admin(request, "load", body.adapter_id)
+        check_query(request.query_params)
         names = service.model_names
         _check_no_versions(service, body.name)
         choice = names.select_adapter(body.adapter_id, body.adapter_source, body.api_token or None)
@@ -68,6 +71,7 @@ def _add_adapter_routes(router: APIRouter, service: Service) -> None:
         """Unload an adapter once no request uses it, even if it is pinned under this name. A later request
         loads it again, unless its name was assigned by the load route."""
         key = service.check_admin(request, "unload", body.adapter_id)
+        check_query(request.query_params)
         request.state.adapter_change = await unload_adapter(service, key, body.adapter_id, body.adapter_source)
         if body.adapter_source is None:
             await remove_versions(service, body.adapter_id)

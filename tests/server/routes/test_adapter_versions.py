@@ -574,3 +574,41 @@ def test_metrics_show_versions_and_update_times(routes: UploadRoutes) -> None:
     assert 'lorax_adapter_updates_total{result="updated"} 1.0' in metrics
     assert 'lorax_adapter_updates_total{result="rejected"} 1.0' in metrics
     assert "lorax_adapter_update_duration_count 1.0" in metrics
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/adapters"),
+        ("GET", "/v1/adapters/poet/versions"),
+        ("POST", "/v1/adapters/poet/versions"),
+        ("POST", "/v1/adapters/load"),
+        ("POST", "/v1/adapters/unload"),
+    ],
+)
+def test_unknown_query_parameters_are_rejected(method: str, path: str, routes: UploadRoutes) -> None:
+    body = None if method == "GET" else {"version": 1, "adapter_id": "poet"}
+    reply = routes.send(method, f"{path}?runing=move", body, {"authorization": f"Bearer {ADMIN}"})
+    assert reply.status == 400
+    assert reply.json["error"]["param"] == "runing"
+
+
+def test_upload_with_unknown_query_parameter_is_rejected(routes: UploadRoutes) -> None:
+    reply = routes.put(b"two", query="?runing=move")
+    assert (reply.status, reply.json["error"]["param"]) == (400, "runing")
+    assert "`runing` is not a query parameter of this route" in reply.message
+    assert routes.put(b"two", query="?running=finish&activate=true").status == 200
+
+
+def test_error_for_unknown_version_names_the_field(routes: UploadRoutes) -> None:
+    routes.put(b"two")
+    for body, field in (({"version": 9}, "version"), ({"weights": {"v9": 1}}, "weights")):
+        reply = routes.select(body)
+        assert (reply.status, reply.json["error"]["param"]) == (400, field)
+        assert "has no version 'v9'; its versions are v1, v2" in reply.message
+
+
+def test_models_route_does_not_show_upload_folders(routes: UploadRoutes) -> None:
+    routes.put(b"two")
+    roots = {each["id"]: each["root"] for each in routes.get("/v1/models", ADMIN).json["data"]}
+    assert (roots["poet"], roots["poet@v1"], roots["poet@v2"]) == ("poet@v2", "poet", "poet@v2")
