@@ -121,6 +121,8 @@ class RequestContext:
         self._ignored_fields: list[str] = []  # names of unknown fields in the request
         self._is_scoring = False
         self._num_logprobs = 0  # upper bound for log probabilities in the response
+        self.adapter_field = "model"  # the field that names the adapters, in errors on OpenAI routes
+        self.renamed_fields: dict[str, str] = {}  # the client's names of fields in errors, by LoRAX's names
         # Encodes an error in a stream. If None, the stream sends an event with the error body.
         self.encode_failure: Callable[[ErrorResponse], bytes] | None = None
 
@@ -409,7 +411,7 @@ class RequestContext:
     def _record_error(self, error: Exception) -> ErrorResponse:
         if not isinstance(error, LoraxError):
             logger.exception("request %s failed with an internal error", self.record.request_id)
-        error_response = make_error_response(error, self.path)
+        error_response = make_error_response(error, self.path, self.adapter_field, self.renamed_fields)
         self.record.error_type, self.record.error = error_response.error_type, str(error)
         return error_response
 

@@ -136,7 +136,8 @@ def test_logprobs_are_computed_before_mask(sdk: openai.OpenAI) -> None:
         ({"guided_json": {"x-guidance": {"lenient": True}, "not": {}}}, "x-guidance"),
         ({"guided_json": {"type": "object"}, "guided_regex": "a"}, "two formats"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structural_tag"),
-        ({"guided_choice": ["a"], "ignore_eos": True}, "ignore_eos"),
+        ({"guided_choice": ["a"], "ignore_eos": True}, "`ignore_eos` cannot be combined"),
+        ({"guided_choice": ["a"], "ignore_eos_token": True}, "`ignore_eos_token` cannot be combined"),
     ],
     ids=str,
 )

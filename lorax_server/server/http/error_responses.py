@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -132,11 +133,17 @@ def make_http_error(status: int, message: str = "", headers: dict[str, str] | No
     return ErrorResponse(status, error_type, message or HTTPStatus(status).phrase, code, headers=headers or {})
 
 
-def make_error_response(error: BaseException, path: str) -> ErrorResponse:
+def make_error_response(
+    error: BaseException,
+    path: str,
+    adapter_field: str = "model",
+    renamed_fields: Mapping[str, str] = MappingProxyType({}),
+) -> ErrorResponse:
     """Return the response for an exception raised by a route.
 
     LoRAX routes return 424 for all adapter errors. OpenAI routes return 400 for invalid requests, and name the invalid
-    field.
+    field. `adapter_field` names the adapter in OpenAI requests. `renamed_fields` contains the names that the client
+    used, by LoRAX field name.
     """
     if not isinstance(error, errors.LoraxError):
         return ErrorResponse(500, "internal", "Internal server error")
@@ -145,7 +152,7 @@ def make_error_response(error: BaseException, path: str) -> ErrorResponse:
     status, message, param = error.status, str(error), None
     # TemplateError messages are kept as they are. NotSupportedError messages already use the route's field names.
     if isinstance(error, errors.InputError) and not isinstance(error, errors.TemplateError | errors.NotSupportedError):
-        names = FIELD_NAMES_BY_PATH.get(path, {})
+        names = {**FIELD_NAMES_BY_PATH.get(path, {}), **renamed_fields}
         message = FIELD_PATTERN.sub(lambda field: f"`{names.get(field[1], field[1])}`", message)
     if error_format.prefix == TEMPLATE_FAILED_PREFIX:
         message = TEMPLATE_FAILED_PREFIX.format("messages" if is_openai else "inputs") + message
@@ -157,7 +164,7 @@ def make_error_response(error: BaseException, path: str) -> ErrorResponse:
         case errors.AdapterError() if not is_openai:
             status = ADAPTER_STATUS
         case errors.AdapterError():
-            status, param = 400 if status == ADAPTER_STATUS else status, "model"
+            status, param = 400 if status == ADAPTER_STATUS else status, adapter_field
         case errors.TemplateError() if is_openai:
             status, param = 400, "messages"
         case errors.InputError() if is_openai:
@@ -193,7 +200,7 @@ def make_validation_error(errors: Sequence[Any], path: str) -> ErrorResponse:
     # Prefer errors other than type errors: the value may match one alternative but be too long or too large.
     error = next((error for error in errors if not _is_type_error(error) and error["type"] != "missing"), errors[0])
     has_wrong_type = _is_type_error(error) and location and location[-1] in forms
-    message = f"Input should be {forms[location[-1]]}" if has_wrong_type else error["msg"]
+    message = f"Input should be {forms[location[-1]]}" if has_wrong_type else _describe_error(error)
     if not is_openai:
         name = ".".join(map(str, location)) or "body"
         return ErrorResponse(422, "validation", f"{INVALID_INPUT_PREFIX}{name}: {message}")
@@ -202,6 +209,19 @@ def make_validation_error(errors: Sequence[Any], path: str) -> ErrorResponse:
     if error["type"] == "missing":
         code = "missing_required_parameter"
     return ErrorResponse(400, "validation", f"{name or 'body'}: {message}", code, param=name or None)
+
+
+def _describe_error(error: Mapping[str, Any]) -> str:
+    """Return pydantic's message, or a plain message for the length of a list or a text."""
+    kind, context = error["type"], error.get("ctx", {})
+    if kind in ("too_short", "string_too_short"):
+        limit, bound = context["min_length"], "at least"
+    elif kind in ("too_long", "string_too_long"):
+        limit, bound = context["max_length"], "at most"
+    else:
+        return str(error["msg"])
+    noun = "character" if kind.startswith("string") else "item"
+    return f"Input should have {bound} {limit} {noun}{'s' if limit != 1 else ''}"
 
 
 def _find_field_path(error: Mapping[str, Any], forms: Mapping[str, str]) -> list[Any]:

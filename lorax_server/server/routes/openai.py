@@ -48,6 +48,10 @@ def record_model(context: RequestContext, body: CommonRequest | PooledRequest) -
     Errors are raised later by `resolve`, after the request is admitted.
     """
     names = context.service.model_names
+    if _listed_models(body):
+        context.adapter_field = "models"
+    if isinstance(body, CommonRequest) and body.ignore_eos and not body.ignore_eos_token:
+        context.renamed_fields = {"ignore_eos_token": "ignore_eos"}
     with suppress(LoraxError):
         context.record_models([_select_model(each, names) for each in split_models(body, names)])
 

@@ -72,6 +72,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
         "prompt: Input should be a string, a li",
     ),
     "mixed prompts": (COMPLETIONS, complete(prompt=["a", 1]), "prompt", "invalid_type", "a list of token ids, or"),
+    "no models": (COMPLETIONS, complete(models=[]), "models", "invalid_value", "should have at least 1 item"),
     "2049 prompts": (COMPLETIONS, complete(prompt=["a"] * 2049), "prompt", "invalid_value", "at most 2048 items"),
     "a stop": (CHAT, chat(stop=[1]), "stop", "invalid_type", "stop: Input should be a string or a list of strings"),
     "a number said": (

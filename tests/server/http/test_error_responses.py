@@ -31,6 +31,7 @@ from lorax_server.server.http.error_responses import (
     json_response,
     make_error_response,
     make_http_error,
+    make_validation_error,
 )
 from lorax_server.server.telemetry.metrics import FAILURE_BY_ERROR_TYPE
 
@@ -206,3 +207,26 @@ def test_template_errors_have_distinct_codes(error: TemplateError, code: str) ->
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_template_messages_are_not_translated(kind: type[LoraxError], path: str) -> None:
     assert make_error_response(kind("'`inputs` and `best_of`'"), path).message.endswith("'`inputs` and `best_of`'")
+
+
+def test_error_names_the_fields_of_the_request() -> None:
+    error = InputError("`ignore_eos_token` cannot be combined with structured output")
+    plain = make_error_response(error, OPENAI)
+    assert plain.param == "ignore_eos_token"
+    renamed = make_error_response(error, OPENAI, renamed_fields={"ignore_eos_token": "ignore_eos"})
+    assert (renamed.param, renamed.message[:12]) == ("ignore_eos", "`ignore_eos`")
+    assert make_error_response(AdapterError("no"), OPENAI, "models").param == "models"
+
+
+@pytest.mark.parametrize(
+    ("kind", "limits", "message"),
+    [
+        ("too_short", {"min_length": 1}, "models: Input should have at least 1 item"),
+        ("too_long", {"max_length": 32}, "models: Input should have at most 32 items"),
+        ("string_too_short", {"min_length": 2}, "models: Input should have at least 2 characters"),
+        ("other", {}, "models: other message"),
+    ],
+)
+def test_length_errors_are_plain(kind: str, limits: dict[str, int], message: str) -> None:
+    error = {"type": kind, "loc": ("body", "models"), "msg": "other message", "ctx": limits}
+    assert make_validation_error([error], OPENAI).message == message

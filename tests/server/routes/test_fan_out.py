@@ -162,6 +162,8 @@ def test_unknown_adapter_fails_like_a_single_request(path: str, routes: Routes) 
     single = {NATIVE: generate(adapter_id="pirate"), COMPLETIONS: complete("pirate"), CHAT: chat("pirate")}[path]
     expected, reply = routes.post(path, single), routes.post(*REQUESTS[path])
     assert (reply.status, reply.message) == (expected.status, expected.message)
+    if path != NATIVE:
+        assert [each.json["error"]["param"] for each in (expected, reply)] == ["model", "models"]
     assert not routes.engine.added
 
 
