@@ -32,6 +32,7 @@ LORAX_FLAGS = re.findall(
 )
 SAMPLES = {"text": "x", "integer": "100", "number": "0.5", "size": "4K", "switch": "true", "path": "/x"}
 VALID_VALUES = {
+    "--speculative-tokens": "8",
     **dict.fromkeys(("--source", "--adapter-source", "--default-adapter-source", "--preloaded-adapter-source"), "hub"),
     "--dtype": "float16", "--quantize": "fp8-kv", "--device": "cpu", "--log-level": "debug", "--watermark-delta": "2",
     "--trust-remote-code": "false", "--sharded": "false", "--cors-allow-credentials": "false",
