@@ -2,10 +2,11 @@
 
 A pair is a token and one of its experts. Pairs are sorted by expert on the device; a tile is a limited number of sorted
 pairs of one expert. All shapes are fixed and nothing is read on the host, so graphs can be replayed with other tokens
-and adapters. Each row of a product is one sum over the inputs in order, so results do not depend on the batch.
+and adapters. Each row of a product is one sum over the inputs in order, so it does not depend on the batch.
 
-LoRA for decode steps has one program for each group of pairs with the same expert and adapter, since most pairs of such
-a step have different factors. Prompts have many pairs per adapter, so each program handles one tile.
+LoRA uses different kernels for up to `DECODE_TOKENS` tokens, so its results are equal for batches within the same range
+of sizes. LoRA for decode steps has one program for each group of pairs with the same expert and adapter, since most
+pairs of such a step have different factors. Prompts have many pairs per adapter, so each program handles one tile.
 """
 
 from collections.abc import Iterable, Sequence
