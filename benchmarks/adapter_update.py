@@ -63,7 +63,7 @@ def measure(bench: Bench, weights: Sequence[Tensors], args: argparse.Namespace) 
             first, started = len(marks) - 1, time.perf_counter()
             llm.update_adapter(ADAPTER, weights[number % 2], running="move")
             call = time.perf_counter() - started
-            # The step after the switch is the first to use the weights. Its result follows those of steps in flight.
+            # The first step after the switch uses the new weights. It finishes after the steps that are in flight.
             visible = switches[-1] + num_in_flight - 1
             wait_for_steps(bench, visible + 1 - len(marks), running)
             if len(marks) <= visible:  # the completions are finished

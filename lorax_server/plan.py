@@ -33,7 +33,7 @@ class LoadOp:
     identity: str
     index: int  # used in `StepPlan.adapter_indices`
     first_unit: int
-    is_ordered: bool = False  # the next step waits for the copy, which is not reported
+    is_ordered: bool = False  # the next step may use the adapter; results do not report the load
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from lorax_server.engine.block_pool import BlockPool
 from lorax_server.engine.sequence import Sequence
 
-# Two new sequences whose prompts begin with the same tokens do not compute them twice if there are at least this many:
-# the second sequence waits for the first.
+# Minimum number of equal leading prompt tokens for which a new sequence waits until another new sequence has computed
+# them, so that both sequences share the KV blocks.
 MIN_SHARED_TOKENS = 64
 
 

@@ -174,7 +174,7 @@ class PagedBatch(DerivedCache):
     block_tables: torch.Tensor  # [num_seqs, max_blocks]
     input_lengths: torch.Tensor  # [num_seqs] tokens in this forward pass
     cache_lengths: torch.Tensor  # [num_seqs] tokens in the cache before this forward pass
-    slots: torch.Tensor  # [num_stored] cache slots for keys and values, or -1 to store nothing
+    slots: torch.Tensor  # [num_stored] KV cache slot for each token in `stored`, or -1 to skip it
     stored: torch.Tensor | None = None  # [num_stored] token index of each slot; None: all tokens
     cu_seqlens: torch.Tensor | None = None  # [num_seqs + 1] sequence boundaries; None if each sequence has one token
     host_lengths: "HostLengths | None" = None  # lengths on the host, if the caller has them

@@ -131,7 +131,7 @@ class RequestContext:
     async def run(self, handler: RouteHandler) -> Response:
         """Run the route handler and return its response. Exceptions become error responses.
 
-        A request with a streamed response finishes when the stream ends.
+        If the response is a stream, metrics and permits are updated when the stream ends.
         """
         self.service.metrics.count_request()
         self.service.running.add(self)

@@ -79,7 +79,8 @@ class SpeculativeDrafter:
     maximal. It depends on the accuracy of earlier guesses of the same kind, and on measured step times. Guesses and
     their accuracy do not depend on the texts of other tenants.
 
-    While drafts are planned, the device waits. Therefore `learn` does all work that the next drafts do not need.
+    `propose` delays the next step, so it does as little as possible. `learn` does the remaining work, such as indexing
+    finished completions, while the step runs.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ class TritonMatrix(StoredMatrix):
     """A quantized matrix for these kernels, in the layout of `BlockMatrix`, with float32 scales."""
 
     blocks: BlockMatrix
-    is_float8: bool  # True if the levels are those of 8-bit floats, which need no table
+    is_float8: bool  # True for 8-bit floats (e4m3), which are converted without a table of levels
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]

@@ -298,7 +298,10 @@ class FlashLlamaModel(nn.Module):
 
 
 def _count_warmup_layers(rope_kinds: Sequence[str | None], layers: Iterable[nn.Module]) -> int:
-    """Return the number of leading layers that include every layer type. Each custom layer counts as its own type."""
+    """Return the number of leading layers that include every layer type.
+
+    Layers of other classes than `FlashLlamaLayer` may use different kernels, so all of them are included.
+    """
     kinds: list[Any] = []
     for rope, layer in zip(rope_kinds, layers, strict=True):
         spec = layer.self_attn.spec if isinstance(layer, FlashLlamaLayer) else None

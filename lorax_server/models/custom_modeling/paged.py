@@ -118,7 +118,7 @@ class PagedCausalLM(nn.Module):
         """Return the logits, and None in place of speculative logits, which are not supported.
 
         If `lm_head_indices` is given, only the logits of these tokens are computed. `cu_seqlen_prefill` contains the
-        index of the first token of each sequence; it is None if every sequence has exactly one token. With
+        index of the first token of each sequence, or is None in decode steps with one token per sequence. With
         `skip_lm_head`, return hidden states instead of logits. Outputs are inference tensors without gradients.
         """
         stored = prefill_cache_indices

@@ -136,7 +136,7 @@ async def load_adapter(service: Service, key: Key, selection: ModelSelection, pi
 
 
 async def pin_adapter(service: Service, identity: str, name: AdapterKey, pin: bool | None) -> None:
-    """Load an adapter to the device, and pin or unpin it. If `pin` is None, the pin stays unchanged."""
+    """Load an adapter to the device, and pin or unpin it. `pin=None` does neither."""
     await service.engine.load(identity, pin)
     if pin:
         service.adapter_index.pin(identity, name)
